@@ -20,8 +20,9 @@ from brimful.hardware.memory import device_free_bytes, free_host_bytes
 from brimful.levers.facts import recomputes
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.update_memory import asked_savings
-from brimful.models.model_stats import linear_parameters
+from brimful.models.model_stats import layers_of, linear_parameters
 from brimful.models.tensor_plan import TensorPlan
+from brimful.step.updates.fully_sharded import layer_groups
 from brimful.step.updates.fused_adamw import can_fuse
 
 #: Ways to cut, each keeping less than the one before.
@@ -140,7 +141,8 @@ def fuses(assembly: Assembly) -> bool:
 def needed_bytes(assembly: Assembly, sharding: str) -> int:
     """Bytes that a process keeps on its device of weights in fp32, their copies in half precision, gradients, their
     sums, and AdamW's states. Weights in parts are cast as they are put together for their turn, and casts are kept for
-    the backward pass, unless layers are computed again there; what is put together is left out."""
+    the backward pass, unless layers are computed again there. Two groups of layers are whole at a time, and one's
+    gradients, which are copied once more to be sent."""
     options = assembly.options
     assert isinstance(options, TrainOptions)
     on_host = assembly.device.type != "cpu" and (options.optimizer_offload or options.offload_folder is not None)
@@ -159,6 +161,9 @@ def needed_bytes(assembly: Assembly, sharding: str) -> int:
     if sharding not in OF_WEIGHTS:
         return int(trained * each + copies + frozen)
     casts = 0 if recomputes(options) else copies
+    groups = layer_groups(list(layers_of(assembly.model) or ()))
+    whole = max((sum(p.numel() for layer in group for p in layer.parameters()) for group in groups), default=0)
+    casts += 16 * whole if sharding == "parameters" else 0
     return casts if on_host else int(trained * each + frozen * part + casts)
 
 

@@ -35,7 +35,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def deep(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same rows, and a model whose layers are put together two at a time."""
     folder = tmp_path_factory.mktemp("deep")
-    save_tiny_model(folder / "model", dropout=0.0, num_hidden_layers=5)
+    save_tiny_model(folder / "model", dropout=0.0, num_hidden_layers=6)
     (folder / "rows.jsonl").write_bytes((files / "rows.jsonl").read_bytes())
     return folder
 
@@ -115,7 +115,7 @@ def test_a_disk_that_is_full_for_one_process_costs_the_checkpoint(
 
 
 def test_neighbouring_layers_are_put_together_at_once() -> None:
-    """Not of many in too few groups, nor of many bytes; one by one where the backward pass calls but some again."""
+    """Not of many in too few groups, nor of many bytes; one by one where the backward pass calls any again."""
 
     def sizes(number: int, width: int = 4, *, recomputed: int = 0) -> list[int]:
         layers = [nn.Linear(width, width, device="meta") for _ in range(number)]
@@ -127,8 +127,7 @@ def test_neighbouring_layers_are_put_together_at_once() -> None:
     assert sizes(9) == [3, 3, 3]
     assert sizes(9, 10_000) == [2, 2, 2, 2, 1]
     assert sizes(9, 20_000) == [1] * 9
-    assert sizes(9, recomputed=9) == [3, 3, 3]
-    assert sizes(9, recomputed=4) == [1] * 9
+    assert sizes(9, recomputed=9) == sizes(9, recomputed=1) == [1] * 9
     assert sizes(0) == []
 
 
