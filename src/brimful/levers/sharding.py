@@ -160,11 +160,12 @@ def needed_bytes(assembly: Assembly, sharding: str) -> int:
     }[sharding]
     if sharding not in OF_WEIGHTS:
         return int(trained * each + copies + frozen)
-    casts = 0 if recomputes(options) else copies
-    groups = layer_groups(list(layers_of(assembly.model) or ()))
-    whole = max((sum(p.numel() for layer in group for p in layer.parameters()) for group in groups), default=0)
-    casts += 16 * whole if sharding == "parameters" else 0
-    return casts if on_host else int(trained * each + frozen * part + casts)
+    whole = 0 if recomputes(options) else copies
+    if sharding == "parameters":
+        groups = layer_groups(list(layers_of(assembly.model) or ()))
+        sizes = (sum(p.numel() for layer in group for p in layer.parameters()) for group in groups)
+        whole += 4 * 4 * max(sizes, default=0)  # two groups' weights, one's gradients, and their copy
+    return whole if on_host else int(trained * each + frozen * part + whole)
 
 
 def _free_bytes(assembly: Assembly) -> int | None:

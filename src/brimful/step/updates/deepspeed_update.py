@@ -211,8 +211,8 @@ def leaves_of(model: Any) -> list[nn.Module]:
     layers = list(layers_of(model) or ())
     if any(getattr(layer, "gradient_checkpointing", False) for layer in layers):
         return []
-    trained = (any(p.requires_grad for p in layer.parameters()) for layer in layers)
-    return layers[next((number + 1 for number, is_trained in enumerate(trained) if is_trained), len(layers)) :]
+    trained = [number for number, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]
+    return layers[trained[0] + 1 :] if trained else []
 
 
 def _deepspeed(device: torch.device, *, needs_disk: bool) -> Any:
