@@ -37,6 +37,7 @@ from brimful.data.writers.table_output import TableOutput
 from brimful.engine.classification.claimed import classify_claimed
 from brimful.engine.classification.classifier import ModelClassifier
 from brimful.engine.classification.classify import classify_file
+from brimful.engine.classification.gpu_process import GpuProcess
 from brimful.engine.evaluation.run import run_evaluation
 from brimful.engine.profiling.profile import profile as _profile
 from brimful.engine.training.export import export as _export
@@ -308,10 +309,12 @@ def run_classification(
     *,
     tables: Tables | None = None,
     rows: TableOutput | None = None,
+    processes: Sequence[GpuProcess] = (),
 ) -> Classification:
     """Classify with `options`, for `classify` and the command line.
 
-    stdout, rows: get the answers without `options.output`. tables: as of `run_training`.
+    stdout, rows: get the answers without `options.output`. tables: as of `run_training`. processes: as of
+    `classify_file`.
     """
     if options.report is not None:
         check_charts()
@@ -323,7 +326,9 @@ def run_classification(
     if options.claim:
         record = classify_claimed(options, command=command, callbacks=callbacks, tables=tables)
     else:
-        record = classify_file(options, command=command, callbacks=callbacks, output=lines or rows, tables=tables)
+        record = classify_file(
+            options, command=command, callbacks=callbacks, output=lines or rows, tables=tables, processes=processes
+        )
     if options.report is not None and leads:
         page = classification_page(record).encode()
         try:

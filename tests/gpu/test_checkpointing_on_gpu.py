@@ -115,6 +115,7 @@ def test_less_memory_is_needed() -> None:
     assert peak(Way.EMPTIED) < peak(Way.KEPT)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("gradient_checkpointing", ["selective", "offload"])
 def test_what_layers_keep_is_measured_on_the_gpu(gradient_checkpointing: str) -> None:
     """In its own time, of layers that are fused for it, which are given back as they were."""

@@ -49,7 +49,6 @@ def test_a_step_in_parts(inputs: tuple[Path, Path], execution: str, precision: s
     assert found.part("other").seconds < MOST_UNKNOWN * busy_s, unknown[:10]
     for name in ("contractions", "attention", "normalisation", "element-wise", "optimizer", "embedding"):
         assert found.part(name).seconds > 0, name
-    assert found.stretch < 1.25
     assert found.num_launches is not None
     assert found.num_launches < found.num_kernels or execution == "eager"
 
@@ -62,6 +61,7 @@ def test_rates_stay_below_limits(inputs: tuple[Path, Path]) -> None:
     assert rates.contraction_flops_per_s is not None
     assert rates.optimizer_bytes_per_s is not None
     assert rates.mfu is not None
+    assert found.stretch < 1.25
     if limits.datasheet_flops_per_s is not None:
         assert 0.4 * limits.datasheet_flops_per_s < limits.matmul_flops_per_s < 1.05 * limits.datasheet_flops_per_s
     assert 0 < rates.contraction_flops_per_s < 1.2 * limits.model_matmul_flops_per_s

@@ -152,7 +152,7 @@ def test_weights_in_parts_learn_what_one_does(
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256, "num_hidden_layers": 2}
     rows = write_rows(tmp_path / "rows.jsonl", single_label_rows(700))
     for family in ("bert", "llama"):
-        heads = {"num_key_value_heads": 1} if family == "llama" else {}
+        heads = {"num_key_value_heads": 1, "head_dim": 64} if family == "llama" else {}
         model = save_tiny_model(tmp_path / family, family=family, dropout=0.0, **sizes, **heads)
         ask = ["--precision", precision, "--lr-scheduler-type", "constant", "--max-length", "80"]
         in_parts = [*ask, "--sharding", "parameters", "--execution", mode, *more]

@@ -26,8 +26,9 @@ from brimful.kernels.attention.dispatch import (
 )
 from brimful.kernels.attention.pattern import Heads, Pattern
 from brimful.levers import facts
-from brimful.levers.facts import MARGIN, choose_kernels, measure_attention
+from brimful.levers.facts import MARGIN, choose_kernels, kernels_of, measure_attention
 from brimful.step.precision import Precision
+from levers.assemblies import assembly_of
 from tiny import FAMILIES, sequences
 
 CUDA = torch.device("cuda")
@@ -99,6 +100,23 @@ def test_where_there_is_no_choice_nothing_is_timed(asked: list[tuple[Any, ...]])
     cpu = choose_kernels(bert.config, Precision(value="fp32", device=torch.device("cpu"), reason="asked for"), 30)
     assert cpu.functions == (grouped_attention.__name__,)
     assert not cpu.variable_length.ok
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [({}, "flash_attention"), ({"execution": "fused"}, "triton_attention"),
+     ({"gradient_checkpointing": "full"}, "triton_attention")],
+)  # fmt: skip
+def test_ours_is_taken_where_nothing_else_will_do(
+    asked: list[tuple[Any, ...]], more: dict[str, Any], name: str
+) -> None:
+    """Where layers are to be fused around it, or computed again, however fast another one is."""
+    assembly = assembly_of(FAMILIES["bert"].model(**WIDE), precision="fp16", lengths=(600,), **more)
+    assembly.precision = FP16
+    found = kernels_of(assembly)
+    assert found.functions == (name,)
+    assert found.fused == bool(more)
+    assert bool(asked) == (not more)
 
 
 def test_a_kernel_that_cannot_do_it_is_not_taken() -> None:

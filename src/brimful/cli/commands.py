@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -147,17 +147,19 @@ def _run(name: str, words: list[str]) -> int:
     if getattr(options, "allocator", "default") == "expandable" and "torch" not in sys.modules:
         given = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")  # read when torch starts; later it is set again, and checked
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = ",".join(filter(None, (given, "expandable_segments:True")))
-    with closing(Quiet() if options.quiet else Terminal()) as terminal:
+    with ExitStack() as stack:
+        terminal = stack.enter_context(closing(Quiet() if options.quiet else Terminal()))
         if name != "demo":
             from brimful.engine.early import check_early
 
             check_early(options, terminal)
         if name == "evaluate" and options.data is None:
             return _evaluate_answers(options, terminal)
+        processes = _gpu_processes(options, stack) if name in ("classify", "evaluate") and place.count == 1 else []
         with _importing(), _device_starting(name, options):
             from brimful.cli.actions import act
 
-        result = act(name, options, terminal, phases)
+        result = act(name, options, terminal, phases, processes)
     if result is not None:
         print(result.rstrip())
     return 0
@@ -266,13 +268,28 @@ def _evaluate_answers(options: Any, terminal: Any) -> int:
     return 0
 
 
+def _gpu_processes(options: Any, stack: ExitStack) -> list[Any]:
+    """Begin the processes of GPUs beside the first, which load torch while this one does. `stack` ends them."""
+    if options.gpus in (None, "1") or getattr(options, "claim", False):
+        return []
+    from brimful.engine.classification.gpu_process import begin_processes
+    from brimful.hardware.device_start import count_gpus
+
+    there = count_gpus()
+    asked = there if options.gpus == "all" else int(options.gpus)
+    return begin_processes(asked, stack) if asked <= there else []
+
+
 @contextmanager
 def _device_starting(name: str, options: Any) -> Iterator[None]:
-    """Start the GPU of a training beside its imports, after a look at what would end it at once.
+    """Start the GPU beside the imports of what runs on it, after a look at what would end it at once.
 
     Not with --deterministic, which has a say in how the matrix library starts.
     """
-    if name != "train" or options.device == "cpu" or options.deterministic or not _could_begin(options):
+    may = options.device != "cpu" and Path(options.data).exists() if name in ("classify", "evaluate") else False
+    if name == "train":
+        may = options.device != "cpu" and not options.deterministic and _could_begin(options)
+    if not may:
         yield
         return
     from brimful.hardware.device_start import DeviceStart

@@ -54,6 +54,19 @@ class DeviceStart:
                 torch.cuda.synchronize()
 
 
+def count_gpus() -> int:
+    """Count the GPUs that the driver shows this process; 0 where there is none, or no driver.
+
+    Source: CUDA driver API, cuDeviceGetCount.
+    """
+    count = ctypes.c_int()
+    with suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) == 0:
+            driver.cuDeviceGetCount(ctypes.byref(count))
+    return count.value
+
+
 def _load_torch() -> None:
     """Load the libraries that torch's extension is linked to, which importing it then finds."""
     found = find_spec("torch")

@@ -74,15 +74,18 @@ def kernels_of(assembly: Assembly) -> AttentionKernels:
     """Return the kernels that an assembly's layers would be given in packed rows.
 
     Those of training are timed; answers must be the same bytes wherever a classification is resumed. Layers that are
-    recomputed are given ours: others draw masks by the place in torch's random stream.
+    recomputed are given ours: others draw masks by the place in torch's random stream. So are those that are fused
+    because that was asked for.
     """
     model, precision, length = assembly.model, assembly.precision, assembly.typical_length
     if not (assembly.training and assembly.packing_wanted):
         measured = None
-    elif not recomputes(assembly.options):  # type: ignore[arg-type]
-        measured = measure_attention(model, precision, length)
-    else:
+    elif recomputes(assembly.options):  # type: ignore[arg-type]
         measured = Measured(fastest="triton_attention", said="it draws the masks of a recomputed layer again")
+    elif assembly.options.execution == "fused":
+        measured = Measured(fastest="triton_attention", said="layers are fused around it")
+    else:
+        measured = measure_attention(model, precision, length)
     return choose_kernels(model.config, precision, length, measured)
 
 

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import subprocess
+import sys
 import threading
+from contextlib import ExitStack
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import pytest
 import torch
 
+from brimful.cli import commands
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DeviceError, MemoryFullError
 from brimful.core.options.classify import ClassifyOptions
 from brimful.data.tokens.encoder import Tokens
+from brimful.engine.classification import gpu_process
+from brimful.engine.classification.gpu_process import GpuProcess, other_gpus
 from brimful.engine.classification.gpu_worker import _serve
-from brimful.engine.classification.gpu_workers import (
-    READY,
-    GpuProcess,
-    GpuWorkers,
-    Job,
-    _Member,
-    job_of,
-    other_gpus,
-)
+from brimful.engine.classification.gpu_workers import READY, GpuWorkers, Job, _Member, job_of
+from brimful.engine.classification.ready import begun_processes
 from brimful.engine.classification.runner import Runner, check_model, make_runner
+from brimful.hardware import device_start
 from brimful.levers.precision import choose_precision
 from tiny_files import review, save_classifier
 
@@ -204,3 +204,34 @@ def test_what_shows_each_process_its_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert other_gpus(3) == [{"CUDA_VISIBLE_DEVICES": "1"}, {"CUDA_VISIBLE_DEVICES": "2"}]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
     assert other_gpus(2) == [{"CUDA_VISIBLE_DEVICES": "6"}]
+
+
+class _Begun:
+    """Stands for a process of a GPU: which it is shown, and whether it was ended."""
+
+    all: ClassVar[list[Self]] = []
+
+    def __init__(self, place: dict[str, str]) -> None:
+        self.place, self.ended = place, False
+        self.all.append(self)
+
+    def kill(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize(("asked", "number"), [("3", 2), ("all", 3), ("5", 0), ("1", 0)])
+def test_a_command_begins_them_before_it_loads_torch(monkeypatch: pytest.MonkeyPatch, asked: str, number: int) -> None:
+    """As many as there are on a machine of four, and none where there are too few; they end with the command."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(device_start, "count_gpus", lambda: 4)
+    monkeypatch.setattr(gpu_process, "GpuProcess", _Begun)
+    monkeypatch.setattr(_Begun, "all", [])
+    with ExitStack() as stack:
+        found = commands._gpu_processes(ClassifyOptions(model="m", data="d", gpus=asked), stack)
+        assert [each.place for each in found] == other_gpus(number + 1)
+        if found:
+            assert begun_processes(asked, torch.device("cpu"), stack, found) == found
+        assert not any(each.ended for each in found)
+    assert all(each.ended for each in _Begun.all)
+    code = "import sys, brimful.engine.classification.gpu_process; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,6 +8,7 @@ What a run was asked, what it found and how fast it went stands in the output's 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from brimful.core.place import Place, find_place
 from brimful.data.readers.in_memory import Tables
 from brimful.data.writers.shards import LineOutput, ShardedOutput
 from brimful.data.writers.table_output import TableOutput
+from brimful.engine.classification.gpu_process import GpuProcess
 from brimful.engine.classification.identity import identity_of
 from brimful.engine.classification.inputs import Given, look, make_request
 from brimful.engine.classification.rank_windows import Begin, End, awaited, begin, leading, runner_of, take_part
@@ -42,8 +44,11 @@ def classify_file(
     callbacks: Callbacks,
     output: LineOutput | TableOutput | None = None,
     tables: Tables | None = None,
+    processes: Sequence[GpuProcess] = (),
 ) -> Classification:
     """Runs `options`, with the answers to `options.output`, or to `output` where that is None.
+
+    processes: of GPUs beside the first, where the caller has begun them, and ends them.
 
     Where a launcher has started several processes, they share the rows, and the first writes.
 
@@ -73,7 +78,7 @@ def classify_file(
             callbacks.warning(kept.lost)
         if kept.counts.num_tokenizer_fallback:
             request.drop_cache()
-        ready = make_ready(options, given, request, sample, stack, callbacks, ranks)
+        ready = make_ready(options, given, request, sample, stack, callbacks, ranks, processes)
         if kept.counts.token_budget is not None:
             ready.runner.forward.limit_to(kept.counts.token_budget)
         use_cache, budget = not kept.counts.num_tokenizer_fallback, kept.counts.token_budget

@@ -4,8 +4,6 @@ ends."""
 from __future__ import annotations
 
 import queue
-import signal
-import sys
 import threading
 from contextlib import suppress
 from functools import partial
@@ -20,7 +18,6 @@ from brimful.engine.classification.gpu_workers import READY, Job
 from brimful.engine.classification.runner import Result, Runner, check_model, make_runner
 from brimful.engine.inference import Done
 from brimful.hardware.device_memory import device_memory
-from brimful.hardware.device_start import DeviceStart
 from brimful.hardware.probe import choose_device
 from brimful.levers.precision import choose_forward_precision
 from brimful.step.precision import Precision
@@ -29,17 +26,34 @@ from brimful.step.precision import Precision
 _Windows = queue.Queue[Tokens | None]
 
 
-def main(connection: Connection[Any, Any]) -> None:
-    """Says READY, then answers each window with its logits, in order; an exception with itself."""
+def work(connection: Connection[Any, Any]) -> int:
+    """Take the job that comes, say READY, then answer each window with its logits, in order; an exception with itself.
+    Return the exit code."""
+    try:
+        _work(connection)
+    except (EOFError, BrokenPipeError):  # the parent is gone
+        return 0
+    except MemoryFullError as error:
+        with suppress(OSError):
+            connection.send(error)
+        return error.exit_code
+    except Exception as error:
+        with suppress(OSError):
+            said = f"the process of a GPU failed with {type(error).__name__}: {printable(error, 300)}"
+            connection.send(DeviceError(said, hint="--gpus 1 does without"))
+        raise
+    return 0
+
+
+def _work(connection: Connection[Any, Any]) -> None:
     heard: list[OutOfMemory] = []
-    DeviceStart().begin()  # what needs no torch, while the job is on its way
     job: Job = connection.recv()
     device = choose_device(job.options.device)
     with device_memory(device, job.options.memory_limit, job.options.allocator):
-        _work(connection, job, choose_forward_precision(job.precision, device), heard)  # type: ignore[arg-type]
+        _answer(connection, job, choose_forward_precision(job.precision, device), heard)  # type: ignore[arg-type]
 
 
-def _work(connection: Connection[Any, Any], job: Job, precision: Precision, heard: list[OutOfMemory]) -> None:
+def _answer(connection: Connection[Any, Any], job: Job, precision: Precision, heard: list[OutOfMemory]) -> None:
     runner = make_runner(
         check_model(job.options),
         job.options,
@@ -102,22 +116,3 @@ def _read(connection: Connection[Any, Any], windows: _Windows) -> None:
             windows.put(connection.recv())
     except (EOFError, OSError):
         windows.put(None)
-
-
-if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides, and its end is ours
-    given: Connection[Any, Any] = Connection(int(sys.argv[1]))
-    try:
-        main(given)
-    except (EOFError, BrokenPipeError):  # the parent is gone
-        sys.exit(0)
-    except MemoryFullError as error:
-        with suppress(OSError):
-            given.send(error)
-        sys.exit(error.exit_code)
-    except Exception as error:
-        with suppress(OSError):
-            said = f"the process of a GPU failed with {type(error).__name__}: {printable(error, 300)}"
-            given.send(DeviceError(said, hint="--gpus 1 does without"))
-        raise

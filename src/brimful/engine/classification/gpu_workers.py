@@ -8,17 +8,13 @@ so rows keep their order. What goes to a process are arrays of token ids, what c
 
 from __future__ import annotations
 
-import os
 import queue
-import subprocess
-import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 import numpy as np
@@ -30,6 +26,7 @@ from brimful.core.options.evaluate import EvaluateOptions
 from brimful.core.place import find_place
 from brimful.core.records import OutOfMemory
 from brimful.data.tokens.encoder import Tokens
+from brimful.engine.classification.gpu_process import GpuProcess
 from brimful.engine.classification.runner import Result, Runner
 from brimful.engine.inference import Done
 from brimful.hardware.probe import num_gpus_of
@@ -46,25 +43,6 @@ class Job:
     precision: str
     sample: Tokens
     num_tokens: int
-
-
-class GpuProcess:
-    """A process that has begun, and waits for its job. place: set in its environment, to show it its GPU."""
-
-    def __init__(self, place: Mapping[str, str]) -> None:
-        ours, theirs = Pipe()
-        command = [sys.executable, "-m", "brimful.engine.classification.gpu_worker", str(theirs.fileno())]
-        environment = os.environ | dict(place)
-        self._process = subprocess.Popen(
-            command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        theirs.close()
-        self.connection: Connection[Any, Any] = ours
-
-    def kill(self) -> None:
-        """End it."""
-        self._process.kill()
-        self._process.wait()
 
 
 class GpuWorkers:
@@ -203,13 +181,6 @@ def check_gpus_there(options: ClassifyOptions | EvaluateOptions, device: torch.d
     if asked != "all" and int(asked) > there:
         found = "is 1 GPU" if there == 1 else f"are {there} GPUs"
         raise OptionError(f"--gpus is {asked}, and there {found} to run on", hint=f"use at most {there}")
-
-
-def other_gpus(num_gpus: int) -> list[dict[str, str]]:
-    """The environments that show each GPU but the first to a process of its own."""
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = shown.split(",") if shown else [str(number) for number in range(num_gpus)]
-    return [{"CUDA_VISIBLE_DEVICES": name} for name in names[1:num_gpus]]
 
 
 def job_of(runner: Runner, options: ClassifyOptions, sample: Tokens, num_tokens: int) -> Job:

@@ -11,7 +11,8 @@ import torch
 from brimful.core.callbacks import Callbacks
 from brimful.core.classification import AnswerEquivalence
 from brimful.core.options.classify import ClassifyOptions
-from brimful.engine.classification.gpu_workers import GpuProcess, GpuWorkers, Job, job_of, other_gpus
+from brimful.engine.classification.gpu_process import GpuProcess, begin_processes
+from brimful.engine.classification.gpu_workers import GpuWorkers, Job, job_of
 from brimful.engine.classification.inputs import Given, expected_rows
 from brimful.engine.classification.request import Asked, Request
 from brimful.engine.classification.runner import Runner
@@ -45,11 +46,17 @@ class Ready:
 
 def make_ready(
     options: ClassifyOptions, given: Given, request: Request, sample: Asked, stack: ExitStack, callbacks: Callbacks,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = ALONE, processes: Sequence[GpuProcess] = (),
 ) -> Ready:  # fmt: skip
-    """Load the model, compare it, and start a process for each other GPU, which `stack` ends."""
+    """Load the model, compare it, and start a process for each other GPU, which `stack` ends.
+
+    processes: as of `begun_processes`.
+    """
     callbacks.stage("loading the model, and checking that it runs packed")
-    log, begun = OutOfMemoryLog(warn=callbacks.warning), begun_processes(options.gpus, given.precision.device, stack)
+    log, begun = (
+        OutOfMemoryLog(warn=callbacks.warning),
+        begun_processes(options.gpus, given.precision.device, stack, processes),
+    )
     mean_tokens = float(sample.num_tokens_N.mean()) if len(sample.num_tokens_N) else 0.0
     num_tokens = int(expected_rows(given) * mean_tokens)
     checked = verified_runner(
@@ -80,14 +87,16 @@ def make_ready(
     )
 
 
-def begun_processes(gpus: str | None, device: torch.device, stack: ExitStack) -> list[GpuProcess]:
-    """Begin a process for each GPU but the first of as many as `gpus` says; none for None. `stack` ends them."""
-    num_gpus = 1 if gpus is None else num_gpus_of(device) if gpus == "all" else int(gpus)
-    begun = []
-    for place in other_gpus(num_gpus):
-        begun.append(GpuProcess(place))
-        stack.callback(begun[-1].kill)
-    return begun
+def begun_processes(
+    gpus: str | None, device: torch.device, stack: ExitStack, processes: Sequence[GpuProcess] = ()
+) -> list[GpuProcess]:
+    """Begin a process for each GPU but the first of as many as `gpus` says; none for None. `stack` ends them.
+
+    processes: those that a command has begun for `gpus`, and ends; then these.
+    """
+    if processes:
+        return list(processes)
+    return begin_processes(1 if gpus is None else num_gpus_of(device) if gpus == "all" else int(gpus), stack)
 
 
 def gpu_workers(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import read_rows
 from brimful.data.tokens.token_stream import TokenStream, choose_workers
 from brimful.data.writers.output_path import check_output
+from brimful.engine.classification.gpu_process import GpuProcess
 from brimful.engine.classification.gpu_workers import GpuWorkers, Job, check_gpus_there, job_of
 from brimful.engine.classification.rank_windows import (
     Begin,
@@ -80,9 +81,10 @@ _ADDED = re.compile("(label,)?score,(scores,)?(logits,)?num_tokens,truncated,err
 
 
 def evaluate_model(
-    options: EvaluateOptions, *, command: str, callbacks: Callbacks, tables: Tables | None = None
-) -> Evaluation:
-    """Runs the model on the labelled rows of `options.data`.
+    options: EvaluateOptions, *, command: str, callbacks: Callbacks, tables: Tables | None = None,
+    processes: Sequence[GpuProcess] = (),
+) -> Evaluation:  # fmt: skip
+    """Runs the model on the labelled rows of `options.data`. processes: as of `begun_processes`.
 
     Raises: InputError for what cannot be done as asked, before weights are read, and for a model without a finite
     answer; Interrupted after a signal.
@@ -106,7 +108,7 @@ def evaluate_model(
         checked = check_model(asked)
         given = _read(options, asked, checked, callbacks, tables)
         request = _request(options, checked, given, precision, stack, callbacks)
-        log, begun = OutOfMemoryLog(warn=callbacks.warning), begun_processes(options.gpus, device, stack)
+        log, begun = OutOfMemoryLog(warn=callbacks.warning), begun_processes(options.gpus, device, stack, processes)
         verified, job = _loaded(checked, asked, precision, request, given.texts, callbacks, log)
         runner, fallback = verified.runner, verified.fallback
         callbacks.recipe(runner.recipe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from brimful.core import atomic_files
@@ -13,15 +14,18 @@ from brimful.core.options.evaluate import EvaluateOptions
 from brimful.core.place import find_place
 from brimful.data.readers.in_memory import Tables
 from brimful.data.writers.output_path import check_new
+from brimful.engine.classification.gpu_process import GpuProcess
 from brimful.engine.evaluation.answers import evaluate_answers
 from brimful.reports.evaluation_page import evaluation_page
 from brimful.reports.svg import check_charts
 from brimful.reports.write import check_page
 
 
-def run_evaluation(options: EvaluateOptions, callbacks: Callbacks, tables: Tables | None = None) -> Evaluation:
+def run_evaluation(
+    options: EvaluateOptions, callbacks: Callbacks, tables: Tables | None = None, processes: Sequence[GpuProcess] = ()
+) -> Evaluation:
     """Evaluate with `options`, for `evaluate` and the command line. tables: data in memory, by the names that options
-    have for them."""
+    have for them. processes: of GPUs beside the first, where the caller has begun them, and ends them."""
     if options.report is not None:
         check_charts()
         check_page(Path(options.report), "--report")
@@ -34,7 +38,7 @@ def run_evaluation(options: EvaluateOptions, callbacks: Callbacks, tables: Table
     else:
         from brimful.engine.evaluation.evaluate import evaluate_model  # loads torch
 
-        record = evaluate_model(options, command=command, callbacks=callbacks, tables=tables)
+        record = evaluate_model(options, command=command, callbacks=callbacks, tables=tables, processes=processes)
     if options.report is not None and find_place().leads:
         atomic_files.write_bytes(Path(options.report), evaluation_page(record).encode())
         callbacks.note(f"report: {options.report}")
