@@ -28,6 +28,7 @@ from brimful.engine.classification.gpu_worker import _serve
 from brimful.engine.classification.gpu_workers import READY, GpuWorkers, Job, _Member, job_of
 from brimful.engine.classification.ready import begun_processes
 from brimful.engine.classification.runner import Runner, check_model, make_runner
+from brimful.engine.inference import Done
 from brimful.hardware import device_start
 from brimful.levers.precision import choose_precision
 from tiny_files import review, save_classifier
@@ -131,6 +132,33 @@ def test_a_window_is_launched_while_the_one_before_is_computed(
         assert next(coming).wait(60)
     assert [each.result(60).logits_NC.shape for each in results] == [(1, 2)] * len(windows)
     member.close()
+
+
+def test_others_have_windows_while_one_is_launched(made: tuple[Runner, ClassifyOptions, list[Tokens]]) -> None:
+    """Launching waits where a device has enough to do, and so does sending where a process does not read."""
+    _, options, windows = made
+    ours, theirs = Pipe()
+    arrived = threading.Event()
+
+    def launch(tokens: Tokens) -> Done:
+        """Ends when another window has come to the other process."""
+        assert arrived.wait(60)
+        return Done(np.zeros((len(tokens), 2), np.float32), 0.1)
+
+    first = SimpleNamespace(submit=launch, precision=SimpleNamespace(device=torch.device("cpu")))
+    job = Job(options=options, precision="fp32", sample=windows[0], num_tokens=0)
+    with GpuWorkers(cast(Runner, first), job, [cast(GpuProcess, _Process(ours))]) as workers:
+        assert isinstance(theirs.recv(), Job)
+        theirs.send(READY)
+        assert workers._others[0].ready.wait(60)
+        large = Tokens.join([windows[1]] * 1000)  # more than a socket holds
+        results = [workers.submit(window) for window in (windows[0], large, windows[2], windows[3])]
+        assert len(theirs.recv()) == len(large)
+        arrived.set()
+        assert len(theirs.recv()) == len(windows[3])
+        for number in (len(large), len(windows[3])):
+            theirs.send(Done(np.ones((number, 2), np.float32), 0.1))
+        assert [each.result().mean() for each in results] == [0.0, 1.0, 0.0, 1.0]
 
 
 def test_a_window_that_fails_ends_the_process_with_its_error(

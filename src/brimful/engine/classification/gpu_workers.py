@@ -1,4 +1,4 @@
-"""Several GPUs: this process drives the first, a process of its own each of the others.
+"""Several GPUs: this process drives the first, in a thread, a process of its own each of the others.
 
 The first begins at once; the others join when they have loaded the model and computed a sample, which takes them
 seconds. Where `--gpus` asks for them, they start while the first loads the model. A window goes to the member that has
@@ -12,8 +12,8 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +57,8 @@ class GpuWorkers:
         hear: Callable[[OutOfMemory], None] = lambda found: None,
     ) -> None:  # fmt: skip
         self._first, self._others, self._hear = first, [_Member(job, each) for each in processes], hear
+        # Launching waits while a device has enough to do, and other GPUs' windows are not to wait with it.
+        self._launches = ThreadPoolExecutor(1, "brimful-launch") if processes else None
         self._under_way: Counter[int] = Counter()  # windows of each member, the first's number being 0
         self._lock = threading.Lock()  # results are asked for on another thread
 
@@ -66,6 +68,8 @@ class GpuWorkers:
     def __exit__(self, *_: object) -> None:
         for member in self._others:
             member.close()
+        if self._launches is not None:
+            self._launches.shutdown(cancel_futures=True)
 
     def __len__(self) -> int:
         return 1 + len(self._others)
@@ -89,10 +93,17 @@ class GpuWorkers:
         self._count(number, 1)
         if number:
             future = self._others[number - 1].submit(tokens)
+        elif self._launches is not None:
+            future = self._launches.submit(self._launch, tokens)
         else:
             future = Future()
             future.set_result(self._first.submit(tokens))
         return _Counted(future, lambda: self._count(number, -1), self._hear)
+
+    def _launch(self, tokens: Tokens) -> Result:
+        device = self._first.precision.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return self._first.submit(tokens)
 
     def _count(self, number: int, more: int) -> None:
         with self._lock:
@@ -130,17 +141,22 @@ class _Member:
         self._in_flight: queue.Queue[Future[Result] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._listen, args=(job,), name="brimful-gpu", daemon=True)
         self._thread.start()
+        self._sends = ThreadPoolExecutor(1, "brimful-send")  # sending waits for the process to read
 
     def submit(self, tokens: Tokens) -> Future[Result]:
         """Send a window to a process that is ready."""
         done: Future[Result] = Future()
         self._in_flight.put(done)
+        self._sends.submit(self._send, tokens)
+        return done
+
+    def _send(self, tokens: Tokens) -> None:
         with suppress(OSError):  # that it ended is told by what it does not send
             self._connection.send(tokens)
-        return done
 
     def close(self) -> None:
         self._process.kill()
+        self._sends.shutdown(cancel_futures=True)
         self._in_flight.put(None)
         self._thread.join()
         self._connection.close()
