@@ -144,17 +144,21 @@ def test_compiled_in_bf16_learns_what_one_does(train: Train, tmp_path: Path, mor
     [("fused", ()), ("fused", ("--gradient-checkpointing", "full")), ("eager", ())],
     ids=["fused", "fused, computed again", "eager"],
 )
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 5e-2)])
+@pytest.mark.parametrize(("precision", "tolerance", "rate"), [("fp32", 1e-3, "1e-3"), ("bf16", 5e-2, "2e-4")])
 def test_weights_in_parts_learn_what_one_does(
-    train: Train, tmp_path: Path, precision: str, tolerance: float, mode: str, more: tuple[str, ...]
+    train: Train, tmp_path: Path, precision: str, tolerance: float, rate: str, mode: str, more: tuple[str, ...]
 ) -> None:
-    """A decoder and an encoder, each layer put together for its turn; checkpoints go on with one process."""
+    """A decoder and an encoder, each layer put together for its turn; checkpoints go on with one process.
+
+    At a rate of 1e-3 bf16 and fp32 of one process are 30 % apart after 30 steps of this BERT, at 2e-4 2.5 %.
+    """
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 256, "num_hidden_layers": 2}
     rows = write_rows(tmp_path / "rows.jsonl", single_label_rows(700))
     for family in ("bert", "llama"):
         heads = {"num_key_value_heads": 1, "head_dim": 64} if family == "llama" else {}
         model = save_tiny_model(tmp_path / family, family=family, dropout=0.0, **sizes, **heads)
         ask = ["--precision", precision, "--lr-scheduler-type", "constant", "--max-length", "80"]
+        ask += ["--learning-rate", rate]
         in_parts = [*ask, "--sharding", "parameters", "--execution", mode, *more]
         output = tmp_path / f"{family} in parts"
         one = train(tmp_path / f"{family} of one", 1, *ask, "--execution", "eager", given=(rows, model))
