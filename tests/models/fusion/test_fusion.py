@@ -26,6 +26,7 @@ from brimful.kernels import float8
 from brimful.kernels.attention.dispatch import Attention, relative_attention, triton_attention
 from brimful.kernels.attention.pattern import Pattern
 from brimful.models import fusion
+from brimful.models.fusion.nodes import is_parameter
 from brimful.models.fusion.recording import record_calls
 from brimful.models.model_stats import embeddings_of, layers_of
 from brimful.models.packed import check_inputs, equivalence, packed_forward, tried_row
@@ -180,6 +181,20 @@ def test_fused_pre_norm_layers_have_the_plain_gradient(family: str) -> None:
         assert loss == pytest.approx(expected, rel=1e-5)
         assert difference(found, wanted) < MODEL_FP32
     assert covered == [True] * PRENORM[family][1]
+
+
+@pytest.mark.parametrize("family", PRENORM)
+def test_each_weight_of_pre_norm_layers_is_read_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream of residuals is what norms give on: what they were given would be made again for it."""
+    found, fuse = list[GraphModule](), fusion.fuse
+    monkeypatch.setattr(fusion, "fuse", lambda graph: found.append(fused := fuse(graph)) or fused)
+    model = FAMILIES[family].model(**settings_of(family))
+    compiled(model)
+    gradient(make_step(model, family=family), SHORT)
+    weights = [node for each in found for node in each.graph.find_nodes(op="placeholder") if is_parameter(node)]
+    assert weights
+    for node in weights:
+        assert [user.target in fusion._OURS for user in node.users] == [True]
 
 
 def test_masks_of_pre_norm_layers_repeat_and_are_those_of_their_seed() -> None:

@@ -136,6 +136,25 @@ def test_another_call_is_recorded_anew() -> None:
     assert (_calls(layer).recorded, _calls(layer).by_dynamo) == (5, 0)
 
 
+def test_a_cast_to_what_a_tensor_is_stands_for_the_tensor() -> None:
+    """To fp32 it is another one under autocast, and a copy is one always."""
+
+    def changed(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        return layer.linear(x).float() + x.float() + x.to(torch.float32, copy=True)
+
+    layer, x, casts = _Layer(changed).eval(), torch.randn(1, 5, 8), list[list[int]]()
+
+    def cover(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        casts.append([len(graph.graph.find_nodes(op="call_method", target=name)) for name in ("float", "to")])
+        return graph
+
+    layer._compiled_call_impl = recording.Recorded(layer, cover, pytest.fail)
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            assert torch.equal(layer(x)[0], _plain(layer, x)[0])
+    assert casts == [[0, 1], [1, 1]]
+
+
 class _Twice(torch.autograd.Function):
     """A function whose gradient is not that of what it computes."""
 
@@ -190,6 +209,7 @@ def _in_full(x: torch.Tensor) -> torch.Tensor:
         lambda layer, x: x + layer.other,
         lambda layer, x: x.mul_(2),
         lambda layer, x: (x + 1) * x.add_(1),
+        lambda layer, x: (x + 1) * x.float().add_(1),
         lambda layer, x: x if x.sum() > 0 else -x,
         lambda layer, x: torch.from_numpy(x.detach().numpy() * 2),
         lambda layer, x: _Twice.apply(x),
@@ -211,6 +231,7 @@ def _in_full(x: torch.Tensor) -> torch.Tensor:
             "elsewhere",
             "in place",
             "seen",
+            "cast",
             "numbers",
             "numpy",
             "gradient",

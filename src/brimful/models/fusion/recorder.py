@@ -30,6 +30,8 @@ _OPERATORS: dict[str, Any] = {
     "true_divide": operator.truediv, "matmul": operator.matmul, "__getitem__": operator.getitem,
     "__iadd__": operator.iadd, "add_": operator.iadd,
 }  # fmt: skip
+#: Methods that give a tensor itself where it is what they would make of it, whatever its memory.
+_CASTS = ("to", "float", "half", "bfloat16", "double", "type_as")
 
 
 def graph_of(module: nn.Module, call: Call, sizes: Sizes) -> Graph:
@@ -130,6 +132,12 @@ def _says_nothing_else(out: Any) -> bool:
     return isinstance(out, bool | int | float | torch.dtype | torch.device | torch.layout)
 
 
+def _casts_nothing(name: str, out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a cast has given the tensor itself, for its dtype or device: as in all calls of a recording."""
+    kinds = set(map(type, (*args, *kwargs.values())))
+    return name in _CASTS and out is args[0] and not kinds & {bool, torch.memory_format}
+
+
 def _memory_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
@@ -186,6 +194,8 @@ class _Recorder(TorchFunctionMode):
         changed = [each for each, version in zip(given, versions, strict=True) if each._version != version]
         if self._mode() != self._wanted or (changed and not self._is_own_sum(name, changed, given)):
             raise CannotRecordError
+        if _casts_nothing(name, out, args, kwargs):
+            return out
         several = isinstance(out, tuple | list) and any(isinstance(each, Tensor) for each in out)
         if not several and not isinstance(out, Tensor):
             if _says_nothing_else(out):
