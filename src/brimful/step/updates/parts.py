@@ -72,13 +72,18 @@ class PartsUpdate(Update):
         """Return whether this process's part of a gradient counts in the norm: each number does once in all."""
         return True
 
+    def _square(self, gradients: Mapping[int, Tensor]) -> Tensor:
+        """The sum of squares of what counts in the norm, on the device: few launches, however many parts there are."""
+        counted = [each for index, each in gradients.items() if each.numel() and self._counts(index)]
+        if not counted:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        norms = torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float64))
+        return norms.square().sum().to(self.device)
+
     def apply(self, *, gathered: bool) -> Tensor:
         """As `Update` has it."""
         gradients = self._gradients()
-        counted = (gradient for index, gradient in gradients.items() if self._counts(index))
-        squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in counted]
-        squares = squares or [torch.zeros((), dtype=torch.float64, device=self.device)]
-        square = torch.stack(squares).sum().to(self.device)
+        square = self._square(gradients)
         self._shared_ranks.sum([square])
         norm = square.sqrt().to(self.loss.dtype) / self.scale
         skipped = (~(torch.isfinite(norm) & torch.isfinite(self.loss))).float()
@@ -104,8 +109,8 @@ class PartsUpdate(Update):
         for decay in sorted({self._decays[i] for i in own}):
             chosen = [i for i in own if self._decays[i] == decay]
             weights = [local(self.parameters[i]) for i in chosen]
-            given = [gradients.get(i, torch.zeros(())).expand_as(w) for i, w in zip(chosen, weights, strict=True)]
-            given = [gradient.contiguous() for gradient in given]
+            found = ((gradients.get(i), weight) for i, weight in zip(chosen, weights, strict=True))
+            given = [torch.zeros_like(w) if gradient is None else gradient.contiguous() for gradient, w in found]
             common: dict[str, Any] = {"weight_decay": decay, "maximize": False, "grad_scale": scale}
             common["found_inf"] = skipped
             if self._kind == "sgd":
