@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from brimful.kernels import float8
-from brimful.kernels.attention.varlen import attend, attend_backward
+from brimful.kernels.attention.varlen import attended, attended_backward
 from brimful.kernels.forward_context import current
 from brimful.kernels.layers import dropout_add_layernorm, embedding, gelu, matmul_gelu
 from brimful.kernels.remade import known_ending, note_maker, offer_ending
@@ -236,7 +236,7 @@ class _ProjectedAttention(torch.autograd.Function):
         q, k, v = qkv_TN.view(len(x_TK), 3, num_heads, -1).transpose(0, 2).unbind(1)
         seed, site = ctx.context.dropout_site(offsets, len(x_TK), settings[-1])
         out_HTD: Tensor
-        out_HTD, lse, mask_rows = attend(q, k, v, offsets, seed, *settings, site)
+        out_HTD, lse, mask_rows = attended(q, k, v, offsets, seed, *settings, site)  # type: ignore[call-arg]
         ctx.save_for_backward(x_TK, qkv_TN, out_HTD, lse, mask_rows, offsets, *saved)
         ctx.num_heads, ctx.settings, ctx.shape = num_heads, settings, x.shape
         ctx.dtypes = [None if p is None else p.dtype for p in (parameters[0], parameters[3])]
@@ -248,7 +248,7 @@ class _ProjectedAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         x_TK, qkv_TN, out_HTD, lse, mask_rows, offsets, *weight = ctx.saved_tensors
         q, k, v = qkv_TN.view(len(x_TK), 3, ctx.num_heads, -1).transpose(0, 2).unbind(1)
-        g_TN = attend_backward(gradient, q, k, v, out_HTD, lse, mask_rows, offsets, *ctx.settings).flatten(1)
+        g_TN = attended_backward(gradient, q, k, v, out_HTD, lse, mask_rows, offsets, *ctx.settings).flatten(1)
         dweight, dbias = ctx.context.beside(
             lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8), g_TN, x_TK, leaf=ctx.leaf
         )
@@ -262,7 +262,7 @@ def projected_attention(
 ) -> Tensor:  # fmt: skip
     """Variable-length attention (H, T, D) of three projections of x, all with H heads, computed as one product.
 
-    settings: of `varlen.attend`, from the longest segment to the dropout.
+    settings: of `varlen.attended`, from the longest segment to the dropout.
     """
     out: Tensor = _ProjectedAttention.apply(  # type: ignore[no-untyped-call]
         halved(x), offsets, num_heads, (*settings[:-1], current().probability(settings[-1])), *weights, *biases

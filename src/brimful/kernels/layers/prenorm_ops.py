@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from brimful.kernels.attention import qkv_rope
 from brimful.kernels.attention.pattern import Heads
 from brimful.kernels.attention.qkv_rope import HeadNorm
-from brimful.kernels.attention.varlen import attend, attend_backward
+from brimful.kernels.attention.varlen import attended, attended_backward
 from brimful.kernels.forward_context import current
 from brimful.kernels.layers import dropout_add_prenorm, glu
 from brimful.kernels.layers.postnorm_ops import (
@@ -238,7 +238,7 @@ class _RotaryAttention(torch.autograd.Function):
         q, k, v = qkv_T3HD.transpose(0, 2).unbind(1)
         seed, site = current().dropout_site(offsets, len(x_TK), settings[-1])
         out_HTD: Tensor
-        out_HTD, lse, mask_rows = attend(q, k, v, offsets, seed, *settings, site)
+        out_HTD, lse, mask_rows = attended(q, k, v, offsets, seed, *settings, site)  # type: ignore[call-arg]
         ctx.save_for_backward(
             x_TK, w_NK, None if found is None else x_TN, qkv_T3HD, out_HTD, lse, mask_rows, offsets, *angles,
             query_gain, key_gain,
@@ -251,7 +251,7 @@ class _RotaryAttention(torch.autograd.Function):
         x_TK, w_NK, x_TN, qkv_T3HD, out_HTD, lse, mask_rows, offsets, cos, sin, *gains = ctx.saved_tensors
         found = _head_norm(gains[0], gains[1], ctx.eps)
         q, k, v = qkv_T3HD.transpose(0, 2).unbind(1)
-        g_T3HD = attend_backward(gradient, q, k, v, out_HTD, lse, mask_rows, offsets, *ctx.settings)
+        g_T3HD = attended_backward(gradient, q, k, v, out_HTD, lse, mask_rows, offsets, *ctx.settings)
         g_TN, partials = qkv_rope.fused_backward(g_T3HD, x_TN, cos, sin, ctx.each, found)
 
         def of_gains() -> Gradients:
@@ -277,7 +277,7 @@ def rotary_attention(
 
     weights: of queries, keys and values, or one of all side by side; and so the biases. Keys and values may have fewer
     heads than queries, which share them in turn. gains, eps: of the RMSNorm of each query and key, None without one.
-    cos, sin: (..., T, D), without gradients. settings: of `varlen.attend`, from the longest segment to the dropout.
+    cos, sin: (..., T, D), without gradients. settings: of `varlen.attended`, from the longest segment to the dropout.
     """
     angles = tuple(each.reshape(-1, head_dim).contiguous() for each in (cos, sin))
     each = Heads(queries=num_queries, keys=num_keys, size=head_dim)
