@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,10 @@ from brimful.models.fusion.nodes import TOKENS
 
 #: Types of values that say all that there is of them.
 PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+#: The same, of which most values are, found faster.
+_COMMON = frozenset(PLAIN)
 
 
 class CannotRecordError(Exception):
@@ -56,9 +61,9 @@ class Call:
     """
 
     def __init__(self, given: Any, *, fixed: bool) -> None:
-        self.given, self._tensors, self._longest = given, dict[int, Tensor](), set[int]()
+        self.given, self._tensors, self._longest = given, dict[int, tuple[int, Tensor]](), set[int]()
         shown = self._show(given)
-        self.tensors, self.longest = list(self._tensors.values()), list(self._longest)
+        self.tensors, self.longest = [tensor for _, tensor in self._tensors.values()], list(self._longest)
         rows = (t for t in self.tensors if t.ndim > 1 and t.shape[0] == 1)
         self.tokens = 0 if fixed else next((row.shape[1] for row in rows), 0)
         others = any(type(t) not in (Tensor, nn.Parameter) for t in self.tensors)
@@ -71,21 +76,24 @@ class Call:
 
     def _show(self, value: Any) -> Any:
         """Return what is shown of an argument: of a tensor its place."""
+        kind: Any = type(value)
+        if kind in _COMMON:
+            return kind, value
         if isinstance(value, Tensor):
-            self._tensors.setdefault(id(value), value)
-            return list(self._tensors).index(id(value))
+            return self._tensors.setdefault(id(value), (len(self._tensors), value))[0]
         if isinstance(value, PLAIN):
-            return type(value), value
+            return kind, value
         if isinstance(value, list | tuple):
-            return type(value), *map(self._show, value)
+            return kind, *map(self._show, value)
         if isinstance(value, dict):
             return dict, *((name, self._show(each)) for name, each in value.items())
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            raise CannotRecordError
+        found = [getattr(value, name) for name in _names_of_fields(kind)]
         if isinstance(value, Segments):
             self._longest.add(value.max_length)
-            value = dataclasses.replace(value, max_length=0)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return type(value), *(self._show(getattr(value, field.name)) for field in dataclasses.fields(value))
-        raise CannotRecordError
+            found[_names_of_fields(kind).index("max_length")] = 0
+        return kind, *map(self._show, found)
 
     def _shape(self, tensor: Tensor, sizes: Sizes, *, by_length: bool = True) -> tuple[int, ...]:
         """The shape of (1, T, ...) or of a vector with other sizes; any other shape as it is.
@@ -127,3 +135,8 @@ class Call:
             fields |= {"max_length": sizes.longest} if isinstance(value, Segments) and sizes.longest else {}
             return dataclasses.replace(value, **fields)
         return value
+
+
+@cache
+def _names_of_fields(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))

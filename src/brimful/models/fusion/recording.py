@@ -11,8 +11,8 @@ model's own, and layers that our kernels do not cover. Layers on padded rows are
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -24,14 +24,19 @@ from transformers import PreTrainedConfig
 from brimful.kernels.forward_context import active_context
 from brimful.models.fsdp_hooks import STATE_OF_FSDP, only_of_fsdp
 from brimful.models.fusion.calls import ANY, AS_THEY_ARE, PLAIN, Call, CannotRecordError
-from brimful.models.fusion.recorder import graph_of, mode_of, parameters_of
+from brimful.models.fusion.recorder import graph_of, mode_of, modules_of, parameters_of
 from brimful.models.model_stats import LAYER_NUMBERS
 
+#: Types of most settings, found faster.
+_COMMON = frozenset(PLAIN)
 _SETTINGS = (*PLAIN, FunctionType, BuiltinFunctionType)
 #: What is no setting: a layer's number, what `nn.Module` has of its own, and what stands around a layer's code.
 _NO_SETTINGS = LAYER_NUMBERS | (vars(nn.Module()).keys() - {"training"})
 _NO_SETTINGS |= {"_compiled_call_impl", "_gradient_checkpointing_func"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+#: Where a configuration keeps the name of its attention.
+_ATTENTION = "_attn_implementation_internal"
 
 #: What takes values in the order of a graph's placeholders, and gives what the layer gives.
 Run = Callable[..., Any]
@@ -58,14 +63,15 @@ class Recorded:
         given = (args, kwargs, None if context is None else context.attention)
         try:
             call = Call(given, fixed=self._fixed)
-            key = (call.shown, mode_of(call.device), *_settings(module))
+            modules = modules_of(module)
+            key = (call.shown, mode_of(call.device), *_settings(modules))
             if key not in self._forms:
                 self._forms[key] = self._record(module, call)
             form = self._forms[key]
         except CannotRecordError:
             form = None
         if form is not None:
-            return form(*(holder[name] for holder, name in parameters_of(module)), *call.tensors, *call.longest)
+            return form(*(holder[name] for holder, name in parameters_of(modules)), *call.tensors, *call.longest)
         if self._other is None:
             self._other = self._otherwise(module)
         return self._other(*args, **kwargs)
@@ -103,19 +109,18 @@ def _by_dynamo(backend: Any, module: nn.Module) -> Run:
     return compiled
 
 
-def _settings(module: nn.Module) -> Iterator[Any]:
-    """Kinds and settings of a layer's modules, kinds of its parameters, and which of these are one.
+def _settings(modules: Sequence[nn.Module]) -> Iterator[Any]:
+    """Kinds and settings of a layer and of its modules, kinds of their parameters, and which of these are one.
 
     Raises: CannotRecordError for hooks other than those around it that put its weights together, and for settings that
     cannot be told apart.
     """
     first = dict[int, int]()
-    for each in module.modules():
+    for each in modules:
         found = vars(each)
-        if any(found[name] for name in _HOOKS) and not (each is module and only_of_fsdp(module)):
+        if any(map(found.__getitem__, _HOOKS)) and not (each is modules[0] and only_of_fsdp(each)):
             raise CannotRecordError
-        named = ((name, value) for name, value in found.items() if name not in _NO_SETTINGS)
-        yield type(each), *((name, _setting(value)) for name, value in named if not name.startswith(STATE_OF_FSDP))
+        yield type(each), *((name, _setting(found[name])) for name in _names_of_settings(tuple(found)))
         yield tuple(each._modules)
         for tensors in (each._parameters, each._buffers):
             for name, t in tensors.items():
@@ -123,9 +128,14 @@ def _settings(module: nn.Module) -> Iterator[Any]:
                     yield name, type(t), t.dtype, t.shape, t.requires_grad, first.setdefault(id(t), len(first))
 
 
+@lru_cache(maxsize=1024)
+def _names_of_settings(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in _NO_SETTINGS and not name.startswith(STATE_OF_FSDP))
+
+
 def _setting(value: Any) -> Any:
     """Return what a setting is told apart by. Raises: CannotRecordError for an object that may be any."""
-    if isinstance(value, _SETTINGS):
+    if type(value) in _COMMON or isinstance(value, _SETTINGS):
         return type(value), value
     if isinstance(value, list | tuple):
         return type(value), *map(_setting, value)
@@ -134,5 +144,6 @@ def _setting(value: Any) -> Any:
     if isinstance(value, dict):
         return type(value), *((_setting(name), _setting(each)) for name, each in value.items())
     if isinstance(value, PreTrainedConfig):
-        return id(value), value._attn_implementation
+        own = vars(value)  # what a configuration is asked for passes through its class: 14 microseconds
+        return id(value), own.get(_ATTENTION) or value._attn_implementation
     raise CannotRecordError
