@@ -297,7 +297,8 @@ def test_a_residual_must_fit() -> None:
 def test_parameters_in_storages_of_their_own_are_copied() -> None:
     """Even where an allocator put them side by side."""
     parts = [torch.randn(4, 8) for _ in range(3)]
-    assert torch.equal(postnorm_ops.side_by_side(parts, torch.float32), torch.cat(parts))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(postnorm_ops.side_by_side(parts, dtype), torch.cat(parts).to(dtype))
     whole = torch.randn(12, 8)
     packed = postnorm_ops.side_by_side(list(whole.chunk(3)), torch.float32)
     assert packed.data_ptr() == whole.data_ptr()

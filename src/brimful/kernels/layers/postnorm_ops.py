@@ -339,7 +339,9 @@ def side_by_side(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
         and (part.dtype, part.stride(), part.shape[1:]) == (dtype, first.stride(), first.shape[1:])
         for part, before in zip(found, rows, strict=False)
     )
-    if not adjacent:
-        return torch.cat([part.to(dtype) for part in found])
+    if not adjacent and dtype == first.dtype:
+        return torch.cat(found)
+    if not adjacent:  # each is cast where it goes
+        return torch.cat(found, out=first.new_empty(rows[-1], *first.shape[1:], dtype=dtype))
     packed: Tensor = first.detach().as_strided((rows[-1], *first.shape[1:]), first.stride())
     return packed

@@ -105,10 +105,11 @@ class PartsUpdate(Update):
     def _update(self, gradients: Mapping[int, Tensor], rate: Tensor, scale: Tensor, skipped: Tensor) -> None:
         if self._used:
             torch._foreach_add_([self._steps[index] for index in sorted(self._used)], 1 - skipped)
-        own = [i for i in sorted(self._used) if local(self.parameters[i]).numel()]
+        parts = {i: local(self.parameters[i]) for i in sorted(self._used)}
+        own = [i for i, part in parts.items() if part.numel()]
         for decay in sorted({self._decays[i] for i in own}):
             chosen = [i for i in own if self._decays[i] == decay]
-            weights = [local(self.parameters[i]) for i in chosen]
+            weights = [parts[i] for i in chosen]
             found = ((gradients.get(i), weight) for i, weight in zip(chosen, weights, strict=True))
             given = [torch.zeros_like(w) if gradient is None else gradient.contiguous() for gradient, w in found]
             common: dict[str, Any] = {"weight_decay": decay, "maximize": False, "grad_scale": scale}
