@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from brimful.kernels.tiles import num_tiles, power_of_2
+
 #: Tokens and columns of one program's tile, for columns.
 _STEP, _COLUMNS = 64, 64
 
@@ -76,7 +78,7 @@ def columns_cast(X, BITS, VALUES, SCALES, num_rows, width, SMALLEST: tl.constexp
 def rows(x_RC: Tensor, values_RC: Tensor, scales_R1: Tensor, smallest: float, largest: float) -> None:
     """`float8.rows_of` of a contiguous matrix, into values and scales."""
     num_rows, width = x_RC.shape
-    block = triton.next_power_of_2(width)
+    block = power_of_2(width)
     warps = max(1, min(8, block // 512))
     rows_cast[(num_rows,)](
         x_RC, values_RC, scales_R1, width, SMALLEST=smallest, LARGEST=largest, WIDTH=block, num_warps=warps
@@ -87,7 +89,7 @@ def columns(x_RC: Tensor, values_CR: Tensor, scales_C1: Tensor, smallest: float,
     """`float8.columns_of` of a contiguous matrix, into values and scales."""
     num_rows, width = x_RC.shape
     bits = x_RC.new_zeros(width, dtype=torch.int32)
-    grid = (triton.cdiv(num_rows, _STEP), triton.cdiv(width, _COLUMNS))
+    grid = (num_tiles(num_rows, _STEP), num_tiles(width, _COLUMNS))
     columns_measure[grid](x_RC, bits, num_rows, width, STEP=_STEP, COLUMNS=_COLUMNS)
     columns_cast[grid](
         x_RC, bits, values_CR, scales_C1, num_rows, width, SMALLEST=smallest, LARGEST=largest, STEP=_STEP,

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from brimful.kernels.tiles import num_tiles
+
 #: Columns and rows of one program's tile. Larger ones are faster alone, and slower beside the products of a step.
 _COLUMNS, _ROWS = 32, 32
 #: Most rows that are summed as they are, in one stage.
@@ -35,8 +37,8 @@ def partial_sums(X, PARTIALS, num_rows, width, COLUMNS: tl.constexpr, STEP: tl.c
 def make_partial_sums(x: Tensor) -> Tensor:
     """(S, C) fp32 partial sums over the rows of (T, C)."""
     rows, width = x.shape
-    partials = x.new_empty(triton.cdiv(rows, ROWS_A_SUM), width, dtype=torch.float32)
-    grid = (partials.shape[0], triton.cdiv(width, _WIDE))
+    partials = x.new_empty(num_tiles(rows, ROWS_A_SUM), width, dtype=torch.float32)
+    grid = (partials.shape[0], num_tiles(width, _WIDE))
     partial_sums[grid](x, partials, rows, width, COLUMNS=_WIDE, STEP=_STEP, ROWS=ROWS_A_SUM)
     return partials
 
@@ -59,7 +61,7 @@ def add_partial_sums(partials: Tensor, num_last: int, dtype: torch.dtype) -> tup
     """Sums of (S, C) partials: the first C - num_last in fp32, the last in `dtype`."""
     num_partials, width = partials.shape
     first, last = partials.new_empty(width - num_last, dtype=torch.float32), partials.new_empty(num_last, dtype=dtype)
-    grid = (triton.cdiv(width, _COLUMNS),)
+    grid = (num_tiles(width, _COLUMNS),)
     partial_sums_add[grid](partials, first, last, num_partials, width, width - num_last, COLUMNS=_COLUMNS, ROWS=_ROWS)
     return first, last
 

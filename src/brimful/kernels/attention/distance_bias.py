@@ -31,6 +31,7 @@ from brimful.kernels.dropout import kept_at, kept_factor, row_keys, threshold
 from brimful.kernels.forward_context import current
 from brimful.kernels.layout import Segments
 from brimful.kernels.rng import row_seeds
+from brimful.kernels.tiles import num_tiles
 
 _LOG2_E = 1.4426950408889634
 
@@ -295,7 +296,7 @@ def attend_backward(
     heads, tokens, head_dim = q.shape
     gradient = gradient if gradient.stride(2) == 1 else gradient.contiguous()
     delta, found = torch.empty_like(lse), [q.new_empty(heads, tokens, head_dim) for _ in range(3)]
-    varlen_attention_delta[(triton.cdiv(tokens, 64), heads)](
+    varlen_attention_delta[(num_tiles(tokens, 64), heads)](
         out, gradient, lse, delta, tokens, out.stride(1), out.stride(0), gradient.stride(1), gradient.stride(0),
         1.0, PAIRED=False, D=head_dim, BLOCK=64,
     )  # fmt: skip

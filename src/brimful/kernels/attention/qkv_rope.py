@@ -22,6 +22,7 @@ from torch import Tensor
 
 from brimful.kernels.attention.pattern import Heads
 from brimful.kernels.split_reduction import add_partial_sums
+from brimful.kernels.tiles import num_tiles
 
 #: Heads of tokens in one program's tile; most programs that sum gradients of gains.
 _ITEMS, _MOST_PROGRAMS = 32, 528
@@ -181,7 +182,7 @@ def fused_forward(x: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norm: HeadN
     out = x if in_place else x.new_empty(tokens, 3 * heads.queries * heads.size)
     written = (2 if in_place else 3) * heads.queries
     gains, constants = _constants(x, heads, norm)
-    heads_forward[(triton.cdiv(tokens * written, _ITEMS),)](
+    heads_forward[(num_tiles(tokens * written, _ITEMS),)](
         x, out, cos, sin, *gains[:2], tokens * written, written, heads.queries, heads.keys, x.stride(0), out.stride(0),
         *gains[2:], **constants,
     )  # fmt: skip
@@ -200,7 +201,7 @@ def fused_backward(
     dx = dout.flatten(1) if in_place else dout.new_empty(tokens, read * heads.size)
     if in_place:
         read = 2 * heads.queries
-    programs = triton.cdiv(tokens * read, _ITEMS)
+    programs = num_tiles(tokens * read, _ITEMS)
     partials = None
     if norm is not None:
         programs = min(programs, _MOST_PROGRAMS)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from brimful.kernels.attention.pattern import Pattern
@@ -27,6 +26,7 @@ from brimful.kernels.dropout import kept_factor, threshold
 from brimful.kernels.forward_context import current
 from brimful.kernels.layout import Segments
 from brimful.kernels.rng import row_seeds
+from brimful.kernels.tiles import num_tiles
 
 _LOG2_E = 1.4426950408889634
 
@@ -80,7 +80,7 @@ def _tiles(q: Tensor, typical_length: int, long: Tiles) -> Tiles:
 def launch(q: Tensor, offsets: Tensor, max_length: int, tiles: Tiles) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Grid, and the constants of all kernels that follow from the shapes."""
     heads, _, head_dim = q.shape
-    grid = (triton.cdiv(max_length, tiles.block_m), offsets.shape[0] - 1, heads)
+    grid = (num_tiles(max_length, tiles.block_m), offsets.shape[0] - 1, heads)
     full = torch.backends.cuda.matmul.fp32_precision != "tf32"
     precision = "tf32x3" if q.dtype == torch.float32 and full else "tf32"
     constants = {"D": head_dim, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "PRECISION": precision}
@@ -166,7 +166,7 @@ def attended_backward(
     pairs = lse
     if tiles.ready:
         both = lse.new_empty(heads, tokens, 2)
-        varlen_attention_delta[(triton.cdiv(tokens, 64), heads)](
+        varlen_attention_delta[(num_tiles(tokens, 64), heads)](
             out, gradient, lse, both, tokens, *strides[6:10], less, PAIRED=True, D=head_dim, BLOCK=64
         )
         pairs = both.view(torch.int64)

@@ -24,6 +24,7 @@ from torch import Tensor
 from brimful.kernels.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
 from brimful.kernels.rng import row_seeds
 from brimful.kernels.split_reduction import add_partial_sums
+from brimful.kernels.tiles import num_tiles, power_of_2
 
 #: Numbers of a forward program's tile, whole rows of them, without dropout and with it; its warps.
 _TILE, _DROPPED_TILE, _WARPS = 4096, 2048, 4
@@ -129,9 +130,9 @@ def fused_forward(
     rows, width = x.shape
     y, statistics = x.new_empty(rows, width, dtype=dtype), x.new_empty(2, rows, dtype=torch.float32)
     copy = torch.empty_like(x) if half else None
-    seed, wide = row_seeds(seed, rows, p), triton.next_power_of_2(width)
+    seed, wide = row_seeds(seed, rows, p), power_of_2(width)
     together = max(1, (_DROPPED_TILE if p else _TILE) // wide)
-    norm_forward[(triton.cdiv(rows, together),)](
+    norm_forward[(num_tiles(rows, together),)](
         x, bias, residual, gain, shift, seed, y, y if copy is None else copy, *statistics, site, rows, width, eps,
         threshold(p), kept_factor(p), DROPOUT=p > 0, HALF_TOO=half, ROWS=together, WIDTH=wide, num_warps=_WARPS,
     )  # fmt: skip
@@ -152,7 +153,7 @@ def fused_backward(
         x if dy is None else dy, x if dhalf is None else dhalf, x, bias, residual, gain, seed, statistics[0],
         statistics[1], dx, dresidual, partials, site, rows, width, threshold(p), kept_factor(p), DROPOUT=p > 0,
         HAS_DY=dy is not None, HAS_DHALF=dhalf is not None, ROWS=how.rows,
-        WIDTH=triton.next_power_of_2(width), STAGES=how.stages, num_warps=how.warps,
+        WIDTH=power_of_2(width), STAGES=how.stages, num_warps=how.warps,
     )  # fmt: skip
     return dx, dresidual, partials
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from brimful.kernels.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
 from brimful.kernels.rng import row_seeds
 from brimful.kernels.split_reduction import add_partial_sums
+from brimful.kernels.tiles import num_tiles, power_of_2
 
 #: Tiles whose gains' gradients one program sums at the least, and most programs: four for each of 132 multiprocessors.
 _FEWEST_TILES, _MOST_PROGRAMS = 2, 528
@@ -122,7 +123,7 @@ def fused_add(x: Tensor, residual: Tensor, seed: Tensor, site: int, p: float) ->
     z = torch.empty_like(residual, dtype=torch.promote_types(residual.dtype, x.dtype))
     rows, width = x.shape
     tile, seed = _tile_of(width), row_seeds(seed, rows, p)
-    prenorm_forward[(triton.cdiv(rows, tile["ROWS"]),)](
+    prenorm_forward[(num_tiles(rows, tile["ROWS"]),)](
         x, residual, x, seed, z, z, z, z, site, rows, width, 0.0, threshold(p), kept_factor(p), ADD=True, NORM=False,
         CENTRED=False, DROPOUT=p > 0, **tile,
     )  # fmt: skip
@@ -142,7 +143,7 @@ def fused_add_norm(
     z = residual if x is None else torch.empty_like(residual, dtype=torch.promote_types(residual.dtype, x.dtype))
     y, statistics = torch.empty_like(residual, dtype=dtype), residual.new_empty(2, rows, dtype=torch.float32)
     tile, seed = _tile_of(width), row_seeds(seed, rows, p)
-    prenorm_forward[(triton.cdiv(rows, tile["ROWS"]),)](
+    prenorm_forward[(num_tiles(rows, tile["ROWS"]),)](
         residual if x is None else x, residual, gain, seed, z, y, statistics[0], statistics[1], site, rows, width, eps,
         threshold(p), kept_factor(p), ADD=x is not None, NORM=True, CENTRED=centred, DROPOUT=p > 0, **tile,
     )  # fmt: skip
@@ -176,7 +177,7 @@ def fused_dropped(dz: Tensor, dtype: torch.dtype, seed: Tensor, site: int, p: fl
     width, tile = dz.shape[-1], _tile_of(dz.shape[-1])
     rows = dz.numel() // width
     dx = torch.empty_like(dz, dtype=dtype)
-    dropped[(triton.cdiv(rows, tile["ROWS"]),)](
+    dropped[(num_tiles(rows, tile["ROWS"]),)](
         dz, row_seeds(seed, rows), dx, site, rows, width, threshold(p), kept_factor(p), **tile
     )  # fmt: skip
     return dx
@@ -189,7 +190,7 @@ def gain_gradient(partials: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _tile_of(width: int, numbers: int = 1024) -> dict[str, Any]:
     """Whole rows of about so many numbers together: one of 768 or 1024 forward, two backward, more of narrow ones."""
-    wide = triton.next_power_of_2(width)
+    wide = power_of_2(width)
     return {
         "ROWS": max(1, numbers // wide), "WIDTH": wide, "num_warps": 4 if wide <= 1024 else 8 if wide <= 4096 else 16
     }  # fmt: skip

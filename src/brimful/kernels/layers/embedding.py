@@ -23,6 +23,7 @@ from torch import Tensor
 from brimful.kernels.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
 from brimful.kernels.rng import row_seeds
 from brimful.kernels.split_reduction import add_partial_sums
+from brimful.kernels.tiles import power_of_2
 
 #: Tables that are added at most; rows of a table that is summed block by block.
 MOST_TABLES, _FEW_ROWS = 3, 2
@@ -154,7 +155,7 @@ def fused_forward(
     rows, width = len(ids[0]), tables[0].shape[1]
     y, statistics = gain.new_empty(rows, width, dtype=dtype), gain.new_empty(2, rows)
     copy = None if half is None else gain.new_empty(rows, width, dtype=half)
-    wide, seed = triton.next_power_of_2(width), row_seeds(seed, rows, p)
+    wide, seed = power_of_2(width), row_seeds(seed, rows, p)
     embedding_norm_forward[(rows,)](
         *_three(ids), *_three(tables), gain, shift, seed, y, y if copy is None else copy, *statistics, site,
         *_sizes(tables), width, eps, threshold(p), kept_factor(p), TABLES=len(tables), DROPOUT=p > 0,
@@ -173,7 +174,7 @@ def fused_backward(
     programs = max(1, min(rows // _FEWEST_ROWS, _MOST_PROGRAMS))
     dtables = [torch.empty_like(t) if i == few else torch.zeros_like(t) for i, t in enumerate(tables)]
     partials = gain.new_empty(programs, 4, width)
-    wide, seed = triton.next_power_of_2(width), row_seeds(seed, rows, p)
+    wide, seed = power_of_2(width), row_seeds(seed, rows, p)
     skipped = [-1 if padding is None else padding for padding in (*paddings, None, None)][:MOST_TABLES]
     embedding_norm_backward[(programs,)](
         gain if dy is None else dy, gain if dhalf is None else dhalf, *_three(ids), *_three(tables), gain, seed,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from brimful.kernels.split_reduction import ROWS_A_SUM
+from brimful.kernels.tiles import num_tiles
 
 #: Columns and rows of one program's tile, forward and backward.
 _COLUMNS, _STEP = 256, 16
@@ -80,7 +81,7 @@ def fused_forward(x: Tensor, bias: Tensor) -> Tensor:
     """gelu(x + bias), (T, F), in the dtype of x."""
     rows, width = x.shape
     y = torch.empty_like(x)
-    grid = (triton.cdiv(rows, _STEP), triton.cdiv(width, _COLUMNS))
+    grid = (num_tiles(rows, _STEP), num_tiles(width, _COLUMNS))
     gelu_forward[grid](x, bias, y, rows, width, EXACT=x.dtype == torch.float32, COLUMNS=_COLUMNS, STEP=_STEP)
     return y
 
@@ -88,8 +89,8 @@ def fused_forward(x: Tensor, bias: Tensor) -> Tensor:
 def fused_backward(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Gradient of x, and partials (S, F) of that of the bias."""
     rows, width = x.shape
-    dx, partials = torch.empty_like(x), x.new_empty(triton.cdiv(rows, ROWS_A_SUM), width, dtype=torch.float32)
-    grid = (partials.shape[0], triton.cdiv(width, _SUM_COLUMNS))
+    dx, partials = torch.empty_like(x), x.new_empty(num_tiles(rows, ROWS_A_SUM), width, dtype=torch.float32)
+    grid = (partials.shape[0], num_tiles(width, _SUM_COLUMNS))
     gelu_backward[grid](
         dy, x, bias, dx, partials, rows, width, EXACT=x.dtype == torch.float32, COLUMNS=_SUM_COLUMNS,
         STEP=_SUM_STEP, ROWS=ROWS_A_SUM,

@@ -21,6 +21,7 @@ from torch import Tensor
 from brimful.kernels.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
 from brimful.kernels.layers.gelu import normal
 from brimful.kernels.rng import row_seeds
+from brimful.kernels.tiles import num_tiles
 
 Activation = Literal["gelu", "silu"]
 
@@ -103,7 +104,7 @@ def fused_backward(dy: Tensor, x: Tensor, activation: Activation, seed: Tensor, 
 
 
 def _grid(y: Tensor) -> tuple[int, int]:
-    return triton.cdiv(y.shape[0], _STEP), triton.cdiv(y.shape[1], _COLUMNS)
+    return num_tiles(y.shape[0], _STEP), num_tiles(y.shape[1], _COLUMNS)
 
 
 def _constants(x: Tensor, activation: Activation, p: float) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from brimful.kernels.dropout import kept_factor, kept_in, kept_mask_PRC, threshold
 from brimful.kernels.forward_context import current
+from brimful.kernels.tiles import num_tiles
 
 #: Columns and rows of one program's tile.
 _COLUMNS, _STEP = 256, 8
@@ -50,7 +51,7 @@ def _dropped(x: Tensor, p: float, seed: Tensor, site: int) -> Tensor:
     x = x.contiguous()
     y, rows, width = torch.empty_like(x), _num_rows(x), x.shape[-1] if x.ndim else 1
     if rows:
-        grid = (triton.cdiv(rows, _STEP), triton.cdiv(width, _COLUMNS))
+        grid = (num_tiles(rows, _STEP), num_tiles(width, _COLUMNS))
         apply_dropout[grid](x, y, seed, site, rows, width, threshold(p), kept_factor(p), COLUMNS=_COLUMNS, STEP=_STEP)
     return y
 

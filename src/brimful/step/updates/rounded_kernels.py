@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from brimful.kernels.tiles import num_tiles
 from brimful.step.updates.buckets import norms_of
 from brimful.step.updates.moments import BLOCK, Moments, middles, shares_of
 
@@ -49,7 +50,7 @@ class RoundedKernels:
         given = None if gradient is None else gradient.contiguous()
         eight_bits = moments.scales is not None
         unused = self._shares
-        kernels.rounded_adamw[(triton.cdiv(numel, kernels.SIZE),)](
+        kernels.rounded_adamw[(num_tiles(numel, kernels.SIZE),)](
             weight, weight if given is None else given, moments.first, moments.second,
             moments.scales if eight_bits else unused, self._shares, self._middles, step, self._rate, self._skipped,
             scale, self._applied, numel, -(-numel // BLOCK), number, decay, *self._betas, self._epsilon,
@@ -68,7 +69,7 @@ class RoundedKernels:
         small = norms_of([gradient for gradient in gradients if id(gradient) not in taken])
         starts = [0]
         for gradient in large:
-            starts.append(starts[-1] + triton.cdiv(gradient.numel(), kernels.LARGE))
+            starts.append(starts[-1] + num_tiles(gradient.numel(), kernels.LARGE))
         parts = torch.empty(starts[-1], dtype=torch.float32, device=scale.device)
         for gradient, start, end in zip(large, starts, starts[1:], strict=False):
             kernels.square_sums[(end - start,)](gradient, parts[start:], gradient.numel(), SIZE=kernels.LARGE)
