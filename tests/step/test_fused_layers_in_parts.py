@@ -35,22 +35,23 @@ __all__ = ["our_attention"]
 
 
 def learned(
-    ranks: Ranks, family: str, *, fused: bool, recomputed: bool = False, num_layers: int = 2
-) -> tuple[Any, Any, int]:
-    """Losses and norms of three steps of SGD in fp32, the weights then, and how many graphs our kernels covered."""
+    ranks: Ranks, family: str, *, fused: bool, recomputed: bool = False, num_layers: int = 2, dtype: str = "fp32",
+    sent_as: torch.dtype = torch.float32,
+) -> tuple[Any, Any, int]:  # fmt: skip
+    """Losses and norms of three steps of SGD, the weights then, and how many graphs our kernels covered."""
     torch.set_num_threads(1)
     model = FAMILIES[family].model(3, **settings_of(family, num_layers=num_layers)).train()
     task, targets = tasks()["single_label"]
-    precision, covered = Precision(value="fp32", device=CPU, reason="a test"), list[Any]()
+    precision, covered = Precision(value=dtype, device=CPU, reason="a test"), list[Any]()
     sharding = "parameters" if ranks.count > 1 else "none"
-    optimizer = Optimizer(value="sgd", sharding=sharding)
+    optimizer = Optimizer(value="sgd", sharding=sharding, copies=sent_as != torch.float32)
     update = optimizer.update(model, torch.full((9,), 0.1), precision, max_grad_norm=1.0)
     execution = execution_of(model, family)
     layers = layers_of(model)
     assert layers is not None
     if recomputed:
         recompute(layers, range(num_layers - 1))
-    whole = list[tuple[bool, bool]]()
+    whole, sent = list[tuple[bool, bool]](), set[tuple[int, torch.dtype]]()
     with pytest.MonkeyPatch.context() as patch:
         fuse = fusion.fuse
         patch.setattr(fusion, "fuse", lambda graph: covered.append(found := fuse(graph)) or found)
@@ -59,7 +60,9 @@ def learned(
         backward = FullyShardedUpdate.backward
 
         def watched(update: FullyShardedUpdate, loss: torch.Tensor) -> None:
-            whole.append(tuple(all(not isinstance(p, DTensor) for p in layers[n].parameters()) for n in (0, -1)))  # type: ignore[arg-type]
+            first, last = ([p for p in layers[n].parameters() if p.ndim == 2] for n in (0, -1))
+            whole.append(tuple(all(not isinstance(p, DTensor) for p in some) for some in (first, last)))  # type: ignore[arg-type]
+            sent.update((p.ndim, p.dtype) for name, p in layers[-1].named_parameters() if not name.endswith("bias"))
             backward(update, loss)
 
         patch.setattr(FullyShardedUpdate, "backward", watched)
@@ -67,6 +70,7 @@ def learned(
         step.meet()
         told = [step.run(part_of(number, ranks, task, targets, PACKED)).read() for number in (0, 1, 2)]
     assert set(whole) == ({(False, True)} if ranks.count > 1 else set())  # the last layers' turn is the next one, too
+    assert sent == ({(1, torch.float32), (2, sent_as)} if ranks.count > 1 else set())
     for layer in layers:
         call = layer._compiled_call_impl
         assert isinstance(call, LayerCall)
@@ -94,3 +98,22 @@ def test_they_learn_what_plain_ones_of_one_process_do(
         assert covered >= 1
         np.testing.assert_allclose(each_told, told, rtol=1e-4)
     assert difference(found[0][1], weights) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize(("fused", "recomputed"), [(True, False), (True, True), (False, False)])
+def test_weights_are_sent_in_half_precision(family: str, fused: bool, recomputed: bool, tmp_path: Path) -> None:
+    """As products read them, norms being whole in both processes: it changes no bit but by the order of sums."""
+    found = []
+    for sent_as in (torch.float32, torch.bfloat16):
+
+        def work(place: Place, sent_as: torch.dtype = sent_as) -> Any:
+            with joined(place, CPU) as ranks:
+                return learned(
+                    ranks, family, fused=fused, recomputed=recomputed, num_layers=3, dtype="bf16", sent_as=sent_as
+                )
+
+        found.append(Forked(tmp_path / str(sent_as), 2, work).results())
+    for (told, weights, _), (expected, plain, _) in zip(*found, strict=True):
+        np.testing.assert_allclose(told, expected, rtol=1e-6)
+        assert difference(weights, plain) < 1e-6

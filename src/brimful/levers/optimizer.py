@@ -260,7 +260,10 @@ class Optimizer(Lever):
                     model, schedule, device=precision.device, offload=offload, folder=self.offload_folder, **cut
                 )
             if self.sharding == "parameters":
-                return FullyShardedUpdate(model, schedule, device=precision.device, offload=offload, **cut)
+                half = precision.half if self.copies else None
+                return FullyShardedUpdate(
+                    model, schedule, device=precision.device, offload=offload, product_dtype=half, **cut
+                )
             return ShardedUpdate(model, schedule, scatters_gradients=self.sharding == "gradients", **cut)
         if self.fused:
             kind = FusedAdamW if self.sharding == "none" else FusedShardedAdamW

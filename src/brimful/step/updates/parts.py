@@ -19,6 +19,9 @@ from brimful.step.state import ParameterState, Part, StepState
 from brimful.step.updates.own_state import Own, own_state
 from brimful.step.updates.update import Update
 
+#: Bytes of whole weights' gradients that are summed at once.
+_TOGETHER_BYTES = 32 << 20
+
 
 class PartsUpdate(Update):
     """AdamW, or SGD without momentum, of this process's parts. weight_decay: by name of parameters that have any."""
@@ -201,3 +204,31 @@ class PartsUpdate(Update):
                 moment.zero_() if kept is None else moment.copy_(self._part(name, kept.tensors[key]))
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def sum_together(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
+    """Sum tensors over all processes in place, small ones as one."""
+    for some in _parts(tensors):
+        if len(some) == 1:
+            ranks.sum(some)
+            continue
+        flat = torch.cat([tensor.flatten() for tensor in some])
+        ranks.sum([flat])
+        for tensor, piece in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):
+            tensor.copy_(piece.view_as(tensor))
+
+
+def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype one after another, as many at once as fit."""
+    some: list[Tensor] = []
+    for tensor in tensors:
+        if some and (tensor.dtype != some[0].dtype or sum(map(_nbytes, (*some, tensor))) > _TOGETHER_BYTES):
+            yield some
+            some = []
+        some.append(tensor)
+    if some:
+        yield some
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return int(tensor.nbytes)

@@ -11,7 +11,6 @@ so that whole weights get the same bits everywhere. Source: Shoeybi et al. 2019,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +19,7 @@ from torch import Tensor, nn
 from brimful.hardware.ranks import Ranks
 from brimful.models.packed.cut_check import CutCheck
 from brimful.models.tensor_plan import TensorPlan, Undo, cut_as, local, part_like
-from brimful.step.updates.parts import PartsUpdate
-
-#: Bytes of whole weights' gradients that are summed at once.
-_TOGETHER_BYTES = 32 << 20
+from brimful.step.updates.parts import PartsUpdate, sum_together
 
 
 class TensorParallelUpdate(PartsUpdate):
@@ -74,7 +70,7 @@ class TensorParallelUpdate(PartsUpdate):
             for index, gradient in self._sums.items():
                 if not (self._is_cut[index] or self._is_partial[index]):
                     gradient.zero_()
-        _sum_together(ranks, whole)
+        sum_together(ranks, whole)
         ranks.sum_over_data([gradient for index, gradient in self._sums.items() if self._is_cut[index]])
 
     def _gradient(self, index: int) -> Tensor:
@@ -108,31 +104,3 @@ class TensorParallelUpdate(PartsUpdate):
     def _undo(self) -> None:
         assert self._before is not None
         self._before.modules()
-
-
-def _sum_together(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
-    """Sum tensors over all processes in place, small ones as one."""
-    for some in _parts(tensors):
-        if len(some) == 1:
-            ranks.sum(some)
-            continue
-        flat = torch.cat([tensor.flatten() for tensor in some])
-        ranks.sum([flat])
-        for tensor, piece in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):
-            tensor.copy_(piece.view_as(tensor))
-
-
-def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one dtype one after another, as many at once as fit."""
-    some: list[Tensor] = []
-    for tensor in tensors:
-        if some and (tensor.dtype != some[0].dtype or sum(map(_nbytes, (*some, tensor))) > _TOGETHER_BYTES):
-            yield some
-            some = []
-        some.append(tensor)
-    if some:
-        yield some
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return int(tensor.nbytes)
