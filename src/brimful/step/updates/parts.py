@@ -214,8 +214,9 @@ def sum_together(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
             continue
         flat = torch.cat([tensor.flatten() for tensor in some])
         ranks.sum([flat])
-        for tensor, piece in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):
-            tensor.copy_(piece.view_as(tensor))
+        pieces = flat.split([tensor.numel() for tensor in some])
+        summed = [piece.view_as(tensor) for tensor, piece in zip(some, pieces, strict=True)]
+        torch._foreach_copy_(list(some), summed)
 
 
 def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
