@@ -110,7 +110,7 @@ def test_where_there_is_no_choice_nothing_is_timed(asked: list[tuple[Any, ...]])
 def test_ours_is_taken_where_nothing_else_will_do(
     asked: list[tuple[Any, ...]], more: dict[str, Any], name: str
 ) -> None:
-    """Where layers are to be fused around it, or computed again, however fast another one is."""
+    """Our kernel, where layers are to be fused around it, or computed again, however fast another one is."""
     assembly = assembly_of(FAMILIES["bert"].model(**WIDE), precision="fp16", lengths=(600,), **more)
     assembly.precision = FP16
     found = kernels_of(assembly)

@@ -68,6 +68,14 @@ def device_free_bytes(device: torch.device) -> int:
     return max(0, min(free, allowed - torch.cuda.memory_reserved(device)))
 
 
+def allowed_bytes(device: torch.device) -> int | None:
+    """Bytes of a GPU that torch may reserve in all under the process's limit; None where it has none."""
+    if device.type != "cuda":
+        return None
+    fraction = torch.cuda.get_per_process_memory_fraction(device)
+    return None if fraction >= 1 else int(fraction * torch.cuda.get_device_properties(device).total_memory)
+
+
 def once_more(work: Callable[[], T], device: torch.device) -> T:
     """Return what `work` returns, done again after what nothing uses was given back if memory ran out."""
     try:

@@ -17,10 +17,12 @@ import torch
 from brimful.core.errors import MemoryFullError, first_line
 from brimful.core.records import OutOfMemory, Work
 from brimful.core.units import bytes_text
-from brimful.hardware.memory import CaptureMemoryError, free_bytes, is_out_of_memory, release_unused
+from brimful.hardware.memory import CaptureMemoryError, allowed_bytes, free_bytes, is_out_of_memory, release_unused
 
 T = TypeVar("T")
 
+#: Bytes under a limit that hardly any step does with.
+_LITTLE = 256 << 20
 _HINT = "lower --max-length, take a smaller model or --precision bf16, or end what else is in this memory"
 
 
@@ -91,7 +93,7 @@ def until_it_fits(
         if attempts == 1 and budget.has_fitted and not in_capture:
             continue  # what was freed may be enough
         if not budget.halve(in_capture=in_capture) and attempts > 1:  # the same
-            raise _nothing_smaller(first, tokens, said)
+            raise _nothing_smaller(first, tokens, said, allowed_bytes(device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +143,18 @@ def _place(found: OutOfMemory) -> str:
     return name if found.batch is None else f"{name} of batch {found.batch:,}"
 
 
-def _nothing_smaller(found: OutOfMemory, tokens: int, said: str) -> MemoryFullError:
+def _nothing_smaller(found: OutOfMemory, tokens: int, said: str, allowed: int | None) -> MemoryFullError:
+    """The error of what cannot be made smaller. allowed: bytes that a limit leaves torch, None where there is none."""
+    hint = _HINT
+    if allowed is not None and allowed < _LITTLE:
+        hint = (
+            f"give --memory-limit more: it leaves torch {bytes_text(allowed)} beside what this process takes of itself,"
+            " as driver and libraries do; NCCL takes some 1.2 GB, once processes send to one another"
+        )
     return MemoryFullError(
         f"memory ran out in {_place(found)}, and micro-batches of {tokens:,} tokens cannot be split any further;"
         f" {bytes_text(found.free_bytes)} were free ({said})",
-        hint=_HINT,
+        hint=hint,
     )
 
 

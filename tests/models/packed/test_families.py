@@ -61,6 +61,19 @@ def test_texts_that_hold_the_padding_token(name: str) -> None:
     assert difference(found, expected.logits) < MODEL_FP32
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "llama", "qwen3"])
+def test_no_mask_is_made_of_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers looks at a row's positions on the host to make one, which waits for all that the device has to do."""
+
+    def waits(positions: Tensor) -> None:
+        raise AssertionError(f"a mask is made of positions {tuple(positions.shape)}")
+
+    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", waits)
+    ids = FAMILIES[name].ended(sequences([12, 9]))
+    row = packed_inputs(ids, PackedShape(num_tokens=32, num_slots=3, max_length=LONGEST), padding_id=0, groups=True)
+    PackedModel(FAMILIES[name].model(), FAMILIES[name].form)(row).logits.sum().backward()
+
+
 @pytest.mark.parametrize("spread", [0.02, 0.3], ids=["as initialised", "as trained"])
 @pytest.mark.parametrize(
     ("name", "short"),

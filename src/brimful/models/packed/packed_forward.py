@@ -21,7 +21,6 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from brimful.hardware.capture import is_capturing
 from brimful.kernels.attention.dispatch import Attention, choose_attention, reference_attention
@@ -110,8 +109,8 @@ def _attend(
     return attend(*given, segments, pattern)
 
 
+#: No mask goes with it: making one would wait for the device to learn whether positions begin anew in a row.
 AttentionInterface.register(PACKED, _packed_attention)
-AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
 
 
 @dataclass(frozen=True, kw_only=True)
