@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from brimful.core.classification import LENGTH_ENDS, Classification, Counts, Stage
+from brimful.core.classification import LENGTH_ENDS, Classification, Counts, GpuShare, Stage
 from brimful.core.records import LabelSpace, Machine, PeakMemory, Recipe, to_json
 from brimful.reports.classification_page import classification_page
 from brimful.reports.classification_text import classification_text
@@ -57,6 +57,13 @@ def test_the_facts() -> None:
     assert "  computing           15.1 s        98.1 %  the limit" in text.splitlines()
     assert len(found.charts) == 4
     assert len(found.document) < 60_000
+
+
+def test_each_gpu_of_several_has_its_share() -> None:
+    first = GpuShare(num_windows=1200, busy_s=7.7, joined_s=0.0)
+    text, _ = shown(changed(gpus=(first, GpuShare(num_windows=700, busy_s=4.2, joined_s=7.0))))
+    assert "  GPU 0                7.7 s        50.0 %  1,200 windows" in text.splitlines()
+    assert "  GPU 1                4.2 s        50.0 %  700 windows, from 7.0 s on" in text.splitlines()
 
 
 def test_what_went_wrong_stands_before_the_figures() -> None:

@@ -98,6 +98,19 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GpuShare:
+    """Work of one of several GPUs of a machine in a pass.
+
+    num_windows: that it computed. busy_s: seconds that they took by its own clock. joined_s: seconds from the first row
+    read until it was given its first window.
+    """
+
+    num_windows: int
+    busy_s: float
+    joined_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClaimWorker:
     """A process that classified files by --claim. work_s: seconds that it spent on files whose results are kept."""
 
@@ -128,7 +141,7 @@ class Classification:
     labels: what answers can be; of zero-shot the candidate labels, where each row has its own those that were given.
     wall_s: seconds from the first row read to the last one written. start_s: seconds before it: loading and checking;
     verify_s: of these, comparing with the plain model, None without a comparison.
-    limit: the slowest stage. mfu: FLOPs of real tokens over the datasheet's peak.
+    gpus: where several of this machine took part, in their order. limit: the slowest stage. mfu: FLOPs of real tokens over the datasheet's peak.
     notes: what was guessed of the model, decided about the input's files and left out of them (keys of JSON), since
     this process began.
     equivalence: None with --verify 0, and where no row could be compared.
@@ -160,6 +173,7 @@ class Classification:
     tokens_per_s: float | None = None
     mfu: float | None = None
     stages: tuple[Stage, ...] = ()
+    gpus: tuple[GpuShare, ...] = ()
     limit: StageName | None = None
     peak_bytes: PeakMemory = field(default_factory=PeakMemory)
     resumed_rows: int = 0

@@ -134,6 +134,17 @@ def _stages(record: Classification) -> list[str]:
         lines.append(f"  {STAGES[stage.name]:<12}{seconds_text(stage.busy_s):>14}{share:>14}{limit}".rstrip())
     if (advice := limit_text(record)) is not None:
         lines.append(f"  {advice}")
+    return lines + _gpus(record)
+
+
+def _gpus(record: Classification) -> list[str]:
+    """Each GPU of several: seconds that it computed, and their share of the time since it joined."""
+    lines = list[str]()
+    for number, each in enumerate(record.gpus):
+        there_s = max((record.wall_s or 0.0) - each.joined_s, 1e-9)
+        joined = f", from {seconds_text(each.joined_s)} on" if number else ""
+        said = f"{each.num_windows:,} windows{joined}"
+        lines.append(f"  {f'GPU {number}':<12}{seconds_text(each.busy_s):>14}{share_text(each.busy_s / there_s):>14}  {said}")
     return lines
 
 

@@ -159,6 +159,8 @@ def test_others_have_windows_while_one_is_launched(made: tuple[Runner, ClassifyO
         for number in (len(large), len(windows[3])):
             theirs.send(Done(np.ones((number, 2), np.float32), 0.1))
         assert [each.result().mean() for each in results] == [0.0, 1.0, 0.0, 1.0]
+        assert [(each.num_windows, each.busy_s) for each in workers.shares(0.0)] == [(2, 0.2), (2, 0.2)]
+        assert all(each.joined_s > 0 for each in workers.shares(0.0))
 
 
 def test_a_window_that_fails_ends_the_process_with_its_error(

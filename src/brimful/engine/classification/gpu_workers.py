@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from brimful.core.classification import GpuShare
 from brimful.core.errors import DeviceError, OptionError
 from brimful.core.options.classify import ClassifyOptions
 from brimful.core.options.evaluate import EvaluateOptions
@@ -60,6 +63,9 @@ class GpuWorkers:
         # Launching waits while a device has enough to do, and other GPUs' windows are not to wait with it.
         self._launches = ThreadPoolExecutor(1, "brimful-launch") if processes else None
         self._under_way: Counter[int] = Counter()  # windows of each member, the first's number being 0
+        self._joined: dict[int, float] = {}
+        self._done: Counter[int] = Counter()
+        self._busy_s: dict[int, float] = {}
         self._lock = threading.Lock()  # results are asked for on another thread
 
     def __enter__(self) -> GpuWorkers:
@@ -85,12 +91,26 @@ class GpuWorkers:
     @property
     def num_used(self) -> int:
         """Members that have had a window."""
-        return len(self._under_way)
+        return len(self._joined)
+
+    def shares(self, since: float) -> tuple[GpuShare, ...]:
+        """What each member that had a window has done. since: when the pass began, by `time.perf_counter`."""
+        with self._lock:
+            return tuple(
+                GpuShare(
+                    num_windows=self._done[number],
+                    busy_s=self._busy_s.get(number, 0.0),
+                    joined_s=max(0.0, joined - since),
+                )
+                for number, joined in sorted(self._joined.items())
+            )
 
     def submit(self, tokens: Tokens) -> Result:
         """Starts on a window."""
         number = min(self._ready(), key=lambda each: self._under_way[each])
-        self._count(number, 1)
+        with self._lock:
+            self._under_way[number] += 1
+            self._joined.setdefault(number, time.perf_counter())
         if number:
             future = self._others[number - 1].submit(tokens)
         elif self._launches is not None:
@@ -98,22 +118,27 @@ class GpuWorkers:
         else:
             future = Future()
             future.set_result(self._first.submit(tokens))
-        return _Counted(future, lambda: self._count(number, -1), self._hear)
+        return _Counted(future, partial(self._end, number), self._hear)
 
     def _launch(self, tokens: Tokens) -> Result:
         device = self._first.precision.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             return self._first.submit(tokens)
 
-    def _count(self, number: int, more: int) -> None:
+    def _end(self, number: int, busy_s: float) -> None:
         with self._lock:
-            self._under_way[number] += more
+            self._under_way[number] -= 1
+            self._done[number] += 1
+            self._busy_s[number] = self._busy_s.get(number, 0.0) + busy_s
 
 
 class _Counted:
-    """A result that tells when it was there. future: set once it is under way here, or comes from another process."""
+    """A result that tells when it was there. future: set once it is under way here, or comes from another process.
+    done: told the seconds that it took."""
 
-    def __init__(self, future: Future[Result], done: Callable[[], None], hear: Callable[[OutOfMemory], None]) -> None:
+    def __init__(
+        self, future: Future[Result], done: Callable[[float], None], hear: Callable[[OutOfMemory], None]
+    ) -> None:
         self._future, self._done, self._hear, self.busy_s = future, done, hear, 0.0
 
     def result(self) -> np.ndarray:
@@ -125,7 +150,7 @@ class _Counted:
                 self._hear(found)
             return logits_NC
         finally:
-            self._done()
+            self._done(self.busy_s)
 
 
 class _Member:

@@ -63,6 +63,7 @@ class WindowPass:
         self._output, self._callbacks, self._lost = output, callbacks, lost
         self._out_of_memory, runner = ready.log.found, ready.runner
         self._stages, self._counts, self._operations, self._wall_s = Stages(), Counts(), 0.0, 0.0
+        self._began = time.perf_counter()
         device, model = runner.precision.device, runner.model
         kept = PhaseMemory(lambda: Kept.of(device, [*model.parameters(), *model.buffers()]))
         self._memory = MemoryWatch(device, kept, limit=options.memory_limit)
@@ -81,7 +82,7 @@ class WindowPass:
         if self._done:
             self._callbacks.note(f"going on after {self._done:,} rows")
         self._callbacks.stage(stage)
-        began = time.perf_counter()
+        self._began = time.perf_counter()
         request, gpu_workers = self._request, self._gpu_workers
         given = self._given
         size = window_size(given, request, self._runner)
@@ -106,7 +107,7 @@ class WindowPass:
                 devices=lambda: gpu_workers.num_ready + ranks.count - 1,
                 most_devices=len(gpu_workers) + ranks.count - 1,
             )
-        self._wall_s = time.perf_counter() - began
+        self._wall_s = time.perf_counter() - self._began
         if stop.received is not None:
             if store_is_launchers():  # torchrun ends all where one process is gone
                 ranks.check_lost(_VERDICT_S)
@@ -214,6 +215,7 @@ class WindowPass:
             if peak and self._operations
             else None,
             stages=self._stages.record(),
+            gpus=self._gpu_workers.shares(self._began) if len(self._gpu_workers) > 1 else (),
             limit=self._stages.limit(),
             peak_bytes=self._memory.peak(),
             resumed_rows=self._done,
