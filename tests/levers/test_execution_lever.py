@@ -175,17 +175,22 @@ def test_layers_of_short_steps_are_compiled_where_their_number_pays(share: float
 
 
 @pytest.mark.parametrize(
-    ("error", "precision", "said"),
+    ("error", "precision", "num_tokens", "value", "said"),
     [
-        (0.4, "bf16", ""),
-        (1.7, "bf16", "fused layers are 1.7 times over their tolerance"),
-        (None, "bf16", "our kernels do not cover its layers"),
-        (0.4, "fp8", "in other than fp8"),
+        (0.4, "bf16", 10**14, "fused", "layers on fused kernels, at 0.40 of their tolerance"),
+        (0.4, "bf16", 1000, "eager", "our kernels update weights"),
+        (1.7, "bf16", 10**14, "eager", "fused layers are 1.7 times over their tolerance"),
+        (None, "bf16", 10**14, "eager", "our kernels do not cover its layers"),
+        (0.4, "fp8", 10**14, "eager", "in other than fp8"),
     ],
 )
-def test_layers_in_parts_are_fused_where_that_is_asked_for(error: float | None, precision: str, said: str) -> None:
+def test_layers_in_parts_are_fused_where_that_pays(
+    error: float | None, precision: str, num_tokens: int, value: str, said: str
+) -> None:
     def assembly(**asked: Any) -> Any:
-        found = assembly_of(FAMILIES["llama"].model(), device="cuda", precision=precision, num_tokens=10**14, **asked)
+        found = assembly_of(
+            FAMILIES["llama"].model(), device="cuda", precision=precision, num_tokens=num_tokens, **asked
+        )
         found.ranks = Ranks(Place(count=2))
         found.levers[Sharding] = Sharding(value="parameters", reason="a test", count=2)
         found.levers[TensorParallel], found.levers[Optimizer] = None, Optimizer(value="sgd", sharding="parameters")
@@ -193,10 +198,10 @@ def test_layers_in_parts_are_fused_where_that_is_asked_for(error: float | None, 
         return found
 
     mode = ExecutionMode.choose(assembly())
-    assert (mode.value, mode.compiled, mode.captured) == ("eager", False, False)
-    assert "our kernels update weights" in mode.reason
+    assert (mode.value, mode.compiled, mode.captured) == (value, value == "fused", False)
+    assert said in mode.reason
     asked = assembly(execution="fused")
-    if not said:
+    if error == 0.4 and precision == "bf16":
         assert ExecutionMode.choose(asked).value == "fused"
     else:
         with pytest.raises(OptionError, match=f"--execution fused does not work here: .*{said}"):

@@ -1,4 +1,4 @@
-"""What is said when memory ran out for good."""
+"""Errors of memory that ran out for good."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Smallest:
 def test_a_limit_that_leaves_nothing_is_named(
     monkeypatch: pytest.MonkeyPatch, allowed: int | None, said: str
 ) -> None:
-    """Where libraries have taken what it leaves, smaller batches are of no help."""
+    """Smaller batches are of no help where libraries have taken what it leaves."""
     monkeypatch.setattr(recovery, "allowed_bytes", lambda device: allowed)
 
     def work() -> None:

@@ -144,6 +144,11 @@ class ExecutionMode(Lever):
         if not verdict.ok:
             if asked not in ("auto", "eager"):
                 raise OptionError(f"--execution {asked} does not work here: {verdict.because}", hint="leave it out")
+            in_half = assembly.precision.half is not None  # in fp32 fused layers would keep copies of weights
+            if asked == "auto" and in_half and _in_parts(assembly) and saved_seconds(assembly) >= _COMPARE_S:
+                launched = cls.supports_fused(assembly)
+                reason = f"{verdict.because}; {launched.because}"
+                return cls(value="fused" if launched.ok else "eager", reason=reason, fused=launched.ok)
             return cls(value="eager", reason="asked for" if asked == "eager" else verdict.because)
         has_layers = bool(lists_to_compile(assembly))
         if asked == "compiled" and not has_layers:
@@ -223,6 +228,10 @@ def fused_error_of(assembly: Assembly) -> float | None:
 def _sharding(assembly: Assembly) -> str:
     sharding = assembly.find(Sharding)
     return "none" if sharding is None else sharding.value
+
+
+def _in_parts(assembly: Assembly) -> bool:
+    return assembly.training and _sharding(assembly) == "parameters"
 
 
 def saved_seconds(assembly: Assembly) -> float:

@@ -94,7 +94,7 @@ class GpuWorkers:
         return len(self._joined)
 
     def shares(self, since: float) -> tuple[GpuShare, ...]:
-        """What each member that had a window has done. since: when the pass began, by `time.perf_counter`."""
+        """Return what each member that had a window has done. since: when the pass began, by `time.perf_counter`."""
         with self._lock:
             return tuple(
                 GpuShare(
