@@ -24,12 +24,11 @@ class _Smallest:
 
 @pytest.mark.parametrize(
     ("allowed", "said"),
-    [(None, "lower --max-length"), (3 << 30, "lower --max-length"), (0, "give --memory-limit more: it leaves torch 0 B"),
+    [(None, "lower --max-length"), (3 << 30, "lower --max-length"),
+     (0, "give --memory-limit more: it leaves torch 0 B"),
      (100 << 20, "give --memory-limit more: it leaves torch 100.0 MiB")],
 )  # fmt: skip
-def test_a_limit_that_leaves_nothing_is_named(
-    monkeypatch: pytest.MonkeyPatch, allowed: int | None, said: str
-) -> None:
+def test_a_limit_that_leaves_nothing_is_named(monkeypatch: pytest.MonkeyPatch, allowed: int | None, said: str) -> None:
     """Smaller batches are of no help where libraries have taken what it leaves."""
     monkeypatch.setattr(recovery, "allowed_bytes", lambda device: allowed)
 

@@ -141,7 +141,8 @@ class Classification:
     labels: what answers can be; of zero-shot the candidate labels, where each row has its own those that were given.
     wall_s: seconds from the first row read to the last one written. start_s: seconds before it: loading and checking;
     verify_s: of these, comparing with the plain model, None without a comparison.
-    gpus: where several of this machine took part, in their order. limit: the slowest stage. mfu: FLOPs of real tokens over the datasheet's peak.
+    gpus: where several of this machine took part, in their order. limit: the slowest stage. mfu: FLOPs of real tokens
+    over the datasheet's peak.
     notes: what was guessed of the model, decided about the input's files and left out of them (keys of JSON), since
     this process began.
     equivalence: None with --verify 0, and where no row could be compared.

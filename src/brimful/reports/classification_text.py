@@ -143,8 +143,8 @@ def _gpus(record: Classification) -> list[str]:
     for number, each in enumerate(record.gpus):
         there_s = max((record.wall_s or 0.0) - each.joined_s, 1e-9)
         joined = f", from {seconds_text(each.joined_s)} on" if number else ""
-        said = f"{each.num_windows:,} windows{joined}"
-        lines.append(f"  {f'GPU {number}':<12}{seconds_text(each.busy_s):>14}{share_text(each.busy_s / there_s):>14}  {said}")
+        said, share = f"{each.num_windows:,} windows{joined}", share_text(each.busy_s / there_s)
+        lines.append(f"  {f'GPU {number}':<12}{seconds_text(each.busy_s):>14}{share:>14}  {said}")
     return lines
 
 

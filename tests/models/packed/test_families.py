@@ -63,7 +63,7 @@ def test_texts_that_hold_the_padding_token(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "llama", "qwen3"])
 def test_no_mask_is_made_of_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers looks at a row's positions on the host to make one, which waits for all that the device has to do."""
+    """transformers looks at positions on the host to make one, which waits for all that the device has to do."""
 
     def waits(positions: Tensor) -> None:
         raise AssertionError(f"a mask is made of positions {tuple(positions.shape)}")

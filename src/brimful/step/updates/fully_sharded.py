@@ -75,7 +75,7 @@ class FullyShardedUpdate(PartsUpdate):
             self._last.set_reshard_after_forward(not whole, recurse=False)
 
     def reduce(self) -> None:
-        """As `Update` has it; gradients of parts were summed in the backward passes, those of whole weights are here."""
+        """As `Update` has it; parts' gradients were summed in the backward passes, those of whole weights are here."""
         ranks, whole = self._shared_ranks, [self.loss]
         used = ranks.any([parameter.grad is not None for parameter in self.parameters])
         self._used |= {index for index, is_used in enumerate(used) if is_used}
