@@ -60,10 +60,10 @@ def test_the_facts() -> None:
 
 
 def test_each_gpu_of_several_has_its_share() -> None:
-    first = GpuShare(num_windows=1200, busy_s=7.7, joined_s=0.0)
-    text, _ = shown(changed(gpus=(first, GpuShare(num_windows=700, busy_s=4.2, joined_s=7.0))))
+    first = GpuShare(number=0, num_windows=1200, busy_s=7.7, joined_s=0.0)
+    text, _ = shown(changed(gpus=(first, GpuShare(number=2, num_windows=700, busy_s=4.2, joined_s=7.0))))
     assert "  GPU 0                7.7 s        50.0 %  1,200 windows" in text.splitlines()
-    assert "  GPU 1                4.2 s        50.0 %  700 windows, from 7.0 s on" in text.splitlines()
+    assert "  GPU 2                4.2 s        50.0 %  700 windows, from 7.0 s on" in text.splitlines()
 
 
 def test_what_went_wrong_stands_before_the_figures() -> None:

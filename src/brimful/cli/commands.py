@@ -286,10 +286,7 @@ def _device_starting(name: str, options: Any) -> Iterator[None]:
 
     Not with --deterministic, which has a say in how the matrix library starts.
     """
-    may = options.device != "cpu" and Path(options.data).exists() if name in ("classify", "evaluate") else False
-    if name == "train":
-        may = options.device != "cpu" and not options.deterministic and _could_begin(options)
-    if not may:
+    if not _starts_device(name, options):
         yield
         return
     from brimful.hardware.device_start import DeviceStart
@@ -300,6 +297,16 @@ def _device_starting(name: str, options: Any) -> Iterator[None]:
 
     start.go_on()
     yield
+
+
+def _starts_device(name: str, options: Any) -> bool:
+    """Return whether a command runs on the first GPU that is visible, if on any, and could begin. With --claim each of
+    a host's processes has another one."""
+    if name == "train":
+        return options.device != "cpu" and not options.deterministic and _could_begin(options)
+    if name not in ("classify", "evaluate") or options.device == "cpu" or getattr(options, "claim", False):
+        return False
+    return Path(options.data).exists()
 
 
 def _could_begin(options: Any) -> bool:

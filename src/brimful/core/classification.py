@@ -101,10 +101,11 @@ class Stage:
 class GpuShare:
     """Work of one of several GPUs of a machine in a pass.
 
-    num_windows: that it computed. busy_s: seconds that they took by its own clock. joined_s: seconds from the first row
-    read until it was given its first window.
+    number: among those that the pass was given, from 0. num_windows: that it computed. busy_s: seconds that they took
+    by its own clock. joined_s: seconds from the first row read until it was given its first window.
     """
 
+    number: int
     num_windows: int
     busy_s: float
     joined_s: float

@@ -121,7 +121,9 @@ class ExecutionMode(Lever):
         if assembly.find(TensorParallel) is not None or _sharding(assembly) == "deepspeed":
             return Verdict(ok=False, because="layers are cut, or called in a way of DeepSpeed's")
         if assembly.precision.value == "fp8" or not fuses_layers(assembly):
-            return Verdict(ok=False, because="layers are fused of packed rows around our attention, in other than fp8")
+            return Verdict(
+                ok=False, because="layers are fused of packed rows, where our attention is taken, in other than fp8"
+            )
         error = assembly.fact(fused_error_of)
         if error is None:
             return Verdict(ok=False, because="our kernels do not cover its layers, or these failed on a copy")

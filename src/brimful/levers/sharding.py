@@ -140,9 +140,10 @@ def fuses(assembly: Assembly) -> bool:
 
 def needed_bytes(assembly: Assembly, sharding: str) -> int:
     """Bytes that a process keeps on its device of weights in fp32, their copies in half precision, gradients, their
-    sums, and AdamW's states. Weights in parts are put together in half precision for their turn; fused layers keep
-    those that they put side by side for the backward pass, unless layers are computed again there. Two groups of layers
-    are whole at a time, and one's gradients, which are copied once more to be sent."""
+    sums, and AdamW's states, at most. Weights in parts are taken to be put together in fp32 for their turn, and copies
+    in half precision to be kept for the backward pass, as fused layers keep those that they put side by side, unless
+    layers are computed again there. Two groups of layers are whole at a time, and one's gradients, which are copied
+    once more to be sent."""
     options = assembly.options
     assert isinstance(options, TrainOptions)
     on_host = assembly.device.type != "cpu" and (options.optimizer_offload or options.offload_folder is not None)

@@ -140,11 +140,11 @@ def _stages(record: Classification) -> list[str]:
 def _gpus(record: Classification) -> list[str]:
     """Each GPU of several: seconds that it computed, and their share of the time since it joined."""
     lines = list[str]()
-    for number, each in enumerate(record.gpus):
+    for each in record.gpus:
         there_s = max((record.wall_s or 0.0) - each.joined_s, 1e-9)
-        joined = f", from {seconds_text(each.joined_s)} on" if number else ""
+        joined = f", from {seconds_text(each.joined_s)} on" if each.number else ""
         said, share = f"{each.num_windows:,} windows{joined}", share_text(each.busy_s / there_s)
-        lines.append(f"  {f'GPU {number}':<12}{seconds_text(each.busy_s):>14}{share:>14}  {said}")
+        lines.append(f"  {f'GPU {each.number}':<12}{seconds_text(each.busy_s):>14}{share:>14}  {said}")
     return lines
 
 

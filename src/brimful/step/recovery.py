@@ -119,8 +119,20 @@ def whole_model_fits(device: torch.device) -> Iterator[None]:
         free = bytes_text(free_bytes(device))
         raise MemoryFullError(
             f"the model and what training keeps of it do not fit: {free} were free ({first_line(error)})",
-            hint="take a smaller model, or end what else is in this memory",
+            hint=_hint(allowed_bytes(device), "take a smaller model, or end what else is in this memory"),
         ) from error
+
+
+def _hint(allowed: int | None, otherwise: str) -> str:
+    """The remedy: a higher limit where it leaves torch hardly anything."""
+    if allowed is None or allowed >= _LITTLE:
+        return otherwise
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    of_nccl = "; NCCL takes some 1.2 GB, once processes send to one another" if several else ""
+    return (
+        f"give --memory-limit more: it leaves torch {bytes_text(allowed)} beside what this process takes of itself, as"
+        f" driver and libraries do{of_nccl}"
+    )
 
 
 def out_of_memory_text(found: OutOfMemory) -> str:
@@ -145,16 +157,10 @@ def _place(found: OutOfMemory) -> str:
 
 def _nothing_smaller(found: OutOfMemory, tokens: int, said: str, allowed: int | None) -> MemoryFullError:
     """The error of what cannot be made smaller. allowed: bytes that a limit leaves torch, None where there is none."""
-    hint = _HINT
-    if allowed is not None and allowed < _LITTLE:
-        hint = (
-            f"give --memory-limit more: it leaves torch {bytes_text(allowed)} beside what this process takes of itself,"
-            " as driver and libraries do; NCCL takes some 1.2 GB, once processes send to one another"
-        )
     return MemoryFullError(
         f"memory ran out in {_place(found)}, and micro-batches of {tokens:,} tokens cannot be split any further;"
         f" {bytes_text(found.free_bytes)} were free ({said})",
-        hint=hint,
+        hint=_hint(allowed, _HINT),
     )
 
 

@@ -161,6 +161,31 @@ def test_others_have_windows_while_one_is_launched(made: tuple[Runner, ClassifyO
         assert [each.result().mean() for each in results] == [0.0, 1.0, 0.0, 1.0]
         assert [(each.num_windows, each.busy_s) for each in workers.shares(0.0)] == [(2, 0.2), (2, 0.2)]
         assert all(each.joined_s > 0 for each in workers.shares(0.0))
+        workers.begin_pass()
+        assert not workers.shares(0.0)
+
+
+class _Unsendable(Tokens):
+    def __reduce__(self) -> Any:
+        raise MemoryError("no memory to send it")
+
+
+def test_a_window_that_cannot_be_sent_is_not_waited_for(
+    made: tuple[Runner, ClassifyOptions, list[Tokens]],
+) -> None:
+    _, options, windows = made
+    ours, theirs = Pipe()
+    job = Job(options=options, precision="fp32", sample=windows[0], num_tokens=0)
+    process = _Process(ours)
+    process.kill = theirs.close  # type: ignore[method-assign]
+    member = _Member(job, cast(GpuProcess, process))
+    theirs.recv()
+    theirs.send(READY)
+    assert member.ready.wait(60)
+    each = windows[0]
+    unsendable = _Unsendable(ids=each.ids, offsets=each.offsets, types=each.types, truncated=each.truncated)
+    with pytest.raises(MemoryError, match="no memory to send it"):
+        member.submit(unsendable).result(60)
 
 
 def test_a_window_that_fails_ends_the_process_with_its_error(

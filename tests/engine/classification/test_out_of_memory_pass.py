@@ -155,5 +155,5 @@ def test_another_gpus_process_tells_it_with_its_logits(files: Path) -> None:
     future: Future[Result] = Future()
     future.set_result(first)
     said: list[OutOfMemory] = []
-    assert _Counted(future, lambda: None, said.append).result().shape == (30, 2)
+    assert _Counted(future, lambda busy_s: None, said.append).result().shape == (30, 2)
     assert tuple(said) == first.out_of_memory

@@ -194,6 +194,7 @@ class _Worker:
             fallback="; ".join(dict.fromkeys(each.fallback for each in records if each.fallback)) or None,
             out_of_memory=tuple(found for each in records for found in each.out_of_memory),
             notes=tuple(dict.fromkeys([*mixed, *(note for each in records for note in each.notes)])),
+            gpus=(),
             wall_s=None,
             verify_s=None,
             texts_per_s=None,

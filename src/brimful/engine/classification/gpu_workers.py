@@ -1,7 +1,8 @@
 """Several GPUs: this process drives the first, in a thread, a process of its own each of the others.
 
 The first begins at once; the others join when they have loaded the model and computed a sample, which takes them
-seconds. Where `--gpus` asks for them, they start while the first loads the model. A window goes to the member that has
+seconds. Where `--gpus` asks for them, they start while the first loads the model, and from the command line before it
+loads torch. A window goes to the member that has
 the fewest under way. Its logits do not depend on which that is, and results are asked for in the order of submission,
 so rows keep their order. What goes to a process are arrays of token ids, what comes back are logits.
 """
@@ -93,11 +94,18 @@ class GpuWorkers:
         """Members that have had a window."""
         return len(self._joined)
 
+    def begin_pass(self) -> None:
+        """Count anew: windows of a pass that failed are nobody's any more."""
+        with self._lock:
+            for counted in (self._under_way, self._joined, self._done, self._busy_s):
+                counted.clear()
+
     def shares(self, since: float) -> tuple[GpuShare, ...]:
         """Return what each member that had a window has done. since: when the pass began, by `time.perf_counter`."""
         with self._lock:
             return tuple(
                 GpuShare(
+                    number=number,
                     num_windows=self._done[number],
                     busy_s=self._busy_s.get(number, 0.0),
                     joined_s=max(0.0, joined - since),
@@ -167,6 +175,7 @@ class _Member:
         self._thread = threading.Thread(target=self._listen, args=(job,), name="brimful-gpu", daemon=True)
         self._thread.start()
         self._sends = ThreadPoolExecutor(1, "brimful-send")  # sending waits for the process to read
+        self._failure: Exception | None = None
 
     def submit(self, tokens: Tokens) -> Future[Result]:
         """Send a window to a process that is ready."""
@@ -176,8 +185,13 @@ class _Member:
         return done
 
     def _send(self, tokens: Tokens) -> None:
-        with suppress(OSError):  # that it ended is told by what it does not send
+        try:
             self._connection.send(tokens)
+        except OSError:  # that it ended is told by what it does not send
+            pass
+        except Exception as error:  # it would be waited for, and wait itself
+            self._failure = error
+            self._process.kill()
 
     def close(self) -> None:
         self._process.kill()
@@ -203,7 +217,7 @@ class _Member:
         try:
             return self._connection.recv()
         except Exception:  # it is gone, or what it sent cannot be read: nobody may wait for it
-            return DeviceError(
+            return self._failure or DeviceError(
                 "the process of one of the GPUs ended before its work was done",
                 hint="its last words are above; --gpus 1 does without",
             )

@@ -83,6 +83,7 @@ class WindowPass:
             self._callbacks.note(f"going on after {self._done:,} rows")
         self._callbacks.stage(stage)
         self._began = time.perf_counter()
+        self._gpu_workers.begin_pass()
         request, gpu_workers = self._request, self._gpu_workers
         given = self._given
         size = window_size(given, request, self._runner)
@@ -215,7 +216,7 @@ class WindowPass:
             if peak and self._operations
             else None,
             stages=self._stages.record(),
-            gpus=self._gpu_workers.shares(self._began) if len(self._gpu_workers) > 1 else (),
+            gpus=self._gpu_workers.shares(self._began) if self._gpu_workers.num_used > 1 else (),
             limit=self._stages.limit(),
             peak_bytes=self._memory.peak(),
             resumed_rows=self._done,

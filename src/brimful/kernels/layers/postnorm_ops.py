@@ -339,7 +339,7 @@ def side_by_side(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
         and (part.dtype, part.stride(), part.shape[1:]) == (dtype, first.stride(), first.shape[1:])
         for part, before in zip(found, rows, strict=False)
     )
-    if not adjacent and dtype == first.dtype:
+    if not adjacent and all(part.dtype == dtype for part in found):
         return torch.cat(found)
     if not adjacent:  # each is cast where it goes
         return torch.cat(found, out=first.new_empty(rows[-1], *first.shape[1:], dtype=dtype))

@@ -7,7 +7,8 @@ Embeddings, what is around the layers and the head are sharded by themselves: a 
 head one after the other, not the whole.
 
 In half precision weights of layers' products are sent as the products read them, half as many bytes, and need no casts
-then. Vectors (norms, biases) are whole in each process, in fp32.
+then. Vectors (norms, biases) are whole in each process, in fp32. Not where weights are in host memory, nor where layers
+have matrices of other modules than `nn.Linear`, as GPT-2's have: all is sent in fp32 then.
 Source: Zhao et al. 2023, arXiv 2304.11277; Rajbhandari et al. 2020, arXiv 1910.02054 (stage 3).
 """
 

@@ -221,15 +221,12 @@ def sum_together(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
 
 def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Tensors of one dtype one after another, as many at once as fit."""
-    some: list[Tensor] = []
+    some, num_bytes = list[Tensor](), 0
     for tensor in tensors:
-        if some and (tensor.dtype != some[0].dtype or sum(map(_nbytes, (*some, tensor))) > _TOGETHER_BYTES):
+        if some and (tensor.dtype != some[0].dtype or num_bytes + tensor.nbytes > _TOGETHER_BYTES):
             yield some
-            some = []
+            some, num_bytes = [], 0
         some.append(tensor)
+        num_bytes += int(tensor.nbytes)
     if some:
         yield some
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return int(tensor.nbytes)
