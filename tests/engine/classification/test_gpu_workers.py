@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing import Pipe
 from pathlib import Path
@@ -39,11 +40,12 @@ pytestmark = pytest.mark.xdist_group("gpu workers")  # one process makes what th
 class _Process:
     """Stands for a `GpuProcess` whose end of the connection is a thread of this one."""
 
-    def __init__(self, connection: Any) -> None:
-        self.connection = connection
+    def __init__(self, connection: Any, kill: Callable[[], object] = lambda: None) -> None:
+        self.connection, self.kill = connection, kill
 
-    def kill(self) -> None:
-        """It is a thread."""
+
+def job_for(options: ClassifyOptions, windows: list[Tokens]) -> Job:
+    return Job(options=options, precision="fp32", sample=windows[0], num_tokens=0)
 
 
 #: So many that the logits of a few thousand texts are more than a socket holds.
@@ -109,8 +111,7 @@ def test_a_window_is_launched_while_the_one_before_is_computed(
     """Though it comes when that one is all there is to do: the device never waits for a window to be sent."""
     _, options, windows = made
     ours, theirs = Pipe()
-    job = Job(options=options, precision="fp32", sample=windows[0], num_tokens=0)
-    member = _Member(job, cast(GpuProcess, _Process(ours)))
+    member = _Member(job_for(options, windows), cast(GpuProcess, _Process(ours)))
     launched = [threading.Event() for _ in windows]
     coming = iter(launched)
 
@@ -146,8 +147,7 @@ def test_others_have_windows_while_one_is_launched(made: tuple[Runner, ClassifyO
         return Done(np.zeros((len(tokens), 2), np.float32), 0.1)
 
     first = SimpleNamespace(submit=launch, precision=SimpleNamespace(device=torch.device("cpu")))
-    job = Job(options=options, precision="fp32", sample=windows[0], num_tokens=0)
-    with GpuWorkers(cast(Runner, first), job, [cast(GpuProcess, _Process(ours))]) as workers:
+    with GpuWorkers(cast(Runner, first), job_for(options, windows), [cast(GpuProcess, _Process(ours))]) as workers:
         assert isinstance(theirs.recv(), Job)
         theirs.send(READY)
         assert workers._others[0].ready.wait(60)
@@ -175,10 +175,7 @@ def test_a_window_that_cannot_be_sent_is_not_waited_for(
 ) -> None:
     _, options, windows = made
     ours, theirs = Pipe()
-    job = Job(options=options, precision="fp32", sample=windows[0], num_tokens=0)
-    process = _Process(ours)
-    process.kill = theirs.close  # type: ignore[method-assign]
-    member = _Member(job, cast(GpuProcess, process))
+    member = _Member(job_for(options, windows), cast(GpuProcess, _Process(ours, theirs.close)))
     theirs.recv()
     theirs.send(READY)
     assert member.ready.wait(60)

@@ -64,9 +64,7 @@ class GpuWorkers:
         # Launching waits while a device has enough to do, and other GPUs' windows are not to wait with it.
         self._launches = ThreadPoolExecutor(1, "brimful-launch") if processes else None
         self._under_way: Counter[int] = Counter()  # windows of each member, the first's number being 0
-        self._joined: dict[int, float] = {}
-        self._done: Counter[int] = Counter()
-        self._busy_s: dict[int, float] = {}
+        self._work: dict[int, _Work] = {}  # of each member that has had a window
         self._lock = threading.Lock()  # results are asked for on another thread
 
     def __enter__(self) -> GpuWorkers:
@@ -92,25 +90,20 @@ class GpuWorkers:
     @property
     def num_used(self) -> int:
         """Members that have had a window."""
-        return len(self._joined)
+        return len(self._work)
 
     def begin_pass(self) -> None:
         """Count anew: windows of a pass that failed are nobody's any more."""
         with self._lock:
-            for counted in (self._under_way, self._joined, self._done, self._busy_s):
-                counted.clear()
+            self._under_way.clear()
+            self._work.clear()
 
     def shares(self, since: float) -> tuple[GpuShare, ...]:
         """Return what each member that had a window has done. since: when the pass began, by `time.perf_counter`."""
         with self._lock:
             return tuple(
-                GpuShare(
-                    number=number,
-                    num_windows=self._done[number],
-                    busy_s=self._busy_s.get(number, 0.0),
-                    joined_s=max(0.0, joined - since),
-                )
-                for number, joined in sorted(self._joined.items())
+                GpuShare(number=number, num_windows=work.num_windows, busy_s=work.busy_s, joined_s=work.joined - since)
+                for number, work in sorted(self._work.items())
             )
 
     def submit(self, tokens: Tokens) -> Result:
@@ -118,7 +111,7 @@ class GpuWorkers:
         number = min(self._ready(), key=lambda each: self._under_way[each])
         with self._lock:
             self._under_way[number] += 1
-            self._joined.setdefault(number, time.perf_counter())
+            self._work.setdefault(number, _Work(joined=time.perf_counter()))
         if number:
             future = self._others[number - 1].submit(tokens)
         elif self._launches is not None:
@@ -136,8 +129,18 @@ class GpuWorkers:
     def _end(self, number: int, busy_s: float) -> None:
         with self._lock:
             self._under_way[number] -= 1
-            self._done[number] += 1
-            self._busy_s[number] = self._busy_s.get(number, 0.0) + busy_s
+            if (work := self._work.get(number)) is not None:
+                work.num_windows += 1
+                work.busy_s += busy_s
+
+
+@dataclass
+class _Work:
+    """Windows of one member that are done, the seconds that they took, and when it was given the first."""
+
+    joined: float
+    num_windows: int = 0
+    busy_s: float = 0.0
 
 
 class _Counted:
@@ -172,10 +175,10 @@ class _Member:
         self._process, self._connection = process, process.connection
         self.ready = threading.Event()
         self._in_flight: queue.Queue[Future[Result] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._listen, args=(job,), name="brimful-gpu", daemon=True)
-        self._thread.start()
         self._sends = ThreadPoolExecutor(1, "brimful-send")  # sending waits for the process to read
         self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._listen, args=(job,), name="brimful-gpu", daemon=True)
+        self._thread.start()
 
     def submit(self, tokens: Tokens) -> Future[Result]:
         """Send a window to a process that is ready."""

@@ -91,10 +91,8 @@ def evaluate_model(
     """
     assert options.data is not None
     began = time.perf_counter()
-    asked = ClassifyOptions(
-        model=options.model, data=options.data, **{name: getattr(options, name) for name in _SHARED}
-    )
-    place = find_place()
+    shared = {name: getattr(options, name) for name in _SHARED}
+    asked, place = ClassifyOptions(model=options.model, data=options.data, **shared), find_place()
     with coming(place):
         device = choose_device(options.device, place.local_rank)
         check_gpus_there(options, device)
