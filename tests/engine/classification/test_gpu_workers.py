@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing import Pipe
@@ -83,15 +84,23 @@ def test_windows_keep_their_order(made: tuple[Runner, ClassifyOptions, list[Toke
         assert np.array_equal(gpu_workers.submit(windows[1]).result(), runner.submit(windows[1]).result())
         assert gpu_workers._others[0].ready.wait(240)
         results = [gpu_workers.submit(window) for window in windows]
-        assert gpu_workers._under_way == {0: 3, 1: 3}
+        assert all(member.num_under_way <= 3 for member in gpu_workers._work.values())
         assert (gpu_workers.num_ready, gpu_workers.num_used) == (2, 2)
         for window, result in zip(windows, results, strict=True):
             assert np.allclose(result.result(), runner.submit(window).result(), atol=1e-6)
             assert result.busy_s > 0
-        assert gpu_workers._under_way.total() == 0
+        assert _soon(lambda: not any(member.num_under_way for member in gpu_workers._work.values()))
         large, member = Tokens.join([windows[0]] * 150), gpu_workers._others[0]
         for submitted in [member.submit(large) for _ in range(4)]:
             assert submitted.result(timeout=240).logits_NC.shape == (3000, len(LABELS))
+
+
+def _soon(is_so: Callable[[], bool]) -> bool:
+    """Wait until something is so; return whether it came to be."""
+    end = time.monotonic() + 60
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.01)
+    return is_so()
 
 
 class _Held:
@@ -163,6 +172,28 @@ def test_others_have_windows_while_one_is_launched(made: tuple[Runner, ClassifyO
         assert all(each.joined_s > 0 for each in workers.shares(0.0))
         workers.begin_pass()
         assert not workers.shares(0.0)
+
+
+def test_windows_go_where_logits_are_there_not_where_they_were_asked_for(
+    made: tuple[Runner, ClassifyOptions, list[Tokens]],
+) -> None:
+    """Results are asked for in order: a member that is done with what lies behind a slow window has nothing to do."""
+    _, options, windows = made
+    ours, theirs = Pipe()
+    slow = threading.Event()
+    first = SimpleNamespace(submit=lambda tokens: _Held(slow), precision=SimpleNamespace(device=torch.device("cpu")))
+    with GpuWorkers(cast(Runner, first), job_for(options, windows), [cast(GpuProcess, _Process(ours))]) as workers:
+        theirs.recv()
+        theirs.send(READY)
+        assert workers._others[0].ready.wait(60)
+        results = [workers.submit(windows[0])]
+        for window in windows[1:]:
+            results.append(workers.submit(window))
+            assert len(theirs.recv()) == len(window)
+            theirs.send(Done(np.ones((1, 2), np.float32), 0.1))
+            assert _soon(lambda: workers._work[1].num_under_way == 0)
+        slow.set()
+        assert [each.result().mean() for each in results] == [0.0] + [1.0] * len(windows[1:])
 
 
 class _Unsendable(Tokens):

@@ -21,8 +21,9 @@ from brimful.core.options.classify import ClassifyOptions
 from brimful.core.records import OutOfMemory
 from brimful.data.tokens.encoder import Tokens
 from brimful.engine.classification import gpu_worker, windows
-from brimful.engine.classification.gpu_workers import _Counted
-from brimful.engine.classification.runner import Result, check_model, make_runner
+from brimful.engine.classification.gpu_workers import _Coming
+from brimful.engine.classification.runner import check_model, make_runner
+from brimful.engine.inference import Done
 from brimful.levers.precision import choose_precision
 from failing_allocator import FailingAllocator, in_passes
 from same import SCORE
@@ -152,8 +153,8 @@ def test_another_gpus_process_tells_it_with_its_logits(files: Path) -> None:
     (first,) = connection.sent
     assert [each.where for each in first.out_of_memory] == ["classification"]
     assert heard == []
-    future: Future[Result] = Future()
+    future: Future[Done] = Future()
     future.set_result(first)
     said: list[OutOfMemory] = []
-    assert _Counted(future, lambda busy_s: None, said.append).result().shape == (30, 2)
+    assert _Coming(future, said.append).result().shape == (30, 2)
     assert tuple(said) == first.out_of_memory

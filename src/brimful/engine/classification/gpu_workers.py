@@ -2,9 +2,9 @@
 
 The first begins at once; the others join when they have loaded the model and computed a sample, which takes them
 seconds. Where `--gpus` asks for them, they start while the first loads the model, and from the command line before it
-loads torch. A window goes to the member that has
-the fewest under way. Its logits do not depend on which that is, and results are asked for in the order of submission,
-so rows keep their order. What goes to a process are arrays of token ids, what comes back are logits.
+loads torch. A window goes to the member that has the fewest under way, and is under way until its logits are there: not
+until they are asked for, which comes in the order of submission, so that rows keep their order. Logits do not depend on
+which member computes them. What goes to a process are arrays of token ids, what comes back are logits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -63,9 +62,9 @@ class GpuWorkers:
         self._first, self._others, self._hear = first, [_Member(job, each) for each in processes], hear
         # Launching waits while a device has enough to do, and other GPUs' windows are not to wait with it.
         self._launches = ThreadPoolExecutor(1, "brimful-launch") if processes else None
-        self._under_way: Counter[int] = Counter()  # windows of each member, the first's number being 0
-        self._work: dict[int, _Work] = {}  # of each member that has had a window
-        self._lock = threading.Lock()  # results are asked for on another thread
+        self._waits = ThreadPoolExecutor(1, "brimful-wait") if processes else None
+        self._work: dict[int, _Work] = {}  # of each member that has had a window, the first's number being 0
+        self._lock = threading.Lock()  # windows end on other threads
 
     def __enter__(self) -> GpuWorkers:
         return self
@@ -73,8 +72,9 @@ class GpuWorkers:
     def __exit__(self, *_: object) -> None:
         for member in self._others:
             member.close()
-        if self._launches is not None:
-            self._launches.shutdown(cancel_futures=True)
+        for threads in (self._launches, self._waits):
+            if threads is not None:
+                threads.shutdown(cancel_futures=True)
 
     def __len__(self) -> int:
         return 1 + len(self._others)
@@ -89,13 +89,12 @@ class GpuWorkers:
 
     @property
     def num_used(self) -> int:
-        """Members that have had a window."""
-        return len(self._work)
+        """Members that have had a window, or would have the first one."""
+        return max(1, len(self._work))
 
     def begin_pass(self) -> None:
         """Count anew: windows of a pass that failed are nobody's any more."""
         with self._lock:
-            self._under_way.clear()
             self._work.clear()
 
     def shares(self, since: float) -> tuple[GpuShare, ...]:
@@ -108,30 +107,31 @@ class GpuWorkers:
 
     def submit(self, tokens: Tokens) -> Result:
         """Starts on a window."""
-        number = min(self._ready(), key=lambda each: self._under_way[each])
+        if self._launches is None or self._waits is None:
+            return self._first.submit(tokens)
         with self._lock:
-            self._under_way[number] += 1
-            self._work.setdefault(number, _Work(joined=time.perf_counter()))
+            idle = _Work(joined=time.perf_counter())
+            number = min(self._ready(), key=lambda each: self._work.get(each, idle).burden())
+            work = self._work.setdefault(number, idle)
+            work.num_under_way += 1
         if number:
             future = self._others[number - 1].submit(tokens)
-        elif self._launches is not None:
-            future = self._launches.submit(self._launch, tokens)
         else:
-            future = Future()
-            future.set_result(self._first.submit(tokens))
-        return _Counted(future, partial(self._end, number), self._hear)
+            future = self._waits.submit(_wait, self._launches.submit(self._launch, tokens))
+        future.add_done_callback(partial(self._end, work))
+        return _Coming(future, self._hear)
 
     def _launch(self, tokens: Tokens) -> Result:
         device = self._first.precision.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             return self._first.submit(tokens)
 
-    def _end(self, number: int, busy_s: float) -> None:
+    def _end(self, work: _Work, future: Future[Done]) -> None:
+        is_there = not future.cancelled() and future.exception() is None
         with self._lock:
-            self._under_way[number] -= 1
-            if (work := self._work.get(number)) is not None:
-                work.num_windows += 1
-                work.busy_s += busy_s
+            work.num_under_way -= 1
+            work.num_windows += 1
+            work.busy_s += future.result().busy_s if is_there else 0.0
 
 
 @dataclass
@@ -141,27 +141,32 @@ class _Work:
     joined: float
     num_windows: int = 0
     busy_s: float = 0.0
+    num_under_way: int = 0
+
+    def burden(self) -> tuple[int, int]:
+        """What the next window's member has the least of: windows under way, then windows given."""
+        return self.num_under_way, self.num_windows + self.num_under_way
 
 
-class _Counted:
-    """A result that tells when it was there. future: set once it is under way here, or comes from another process.
-    done: told the seconds that it took."""
+def _wait(launched: Future[Result]) -> Done:
+    """Wait for the logits of a window of this process."""
+    result = launched.result()
+    return Done(result.result(), result.busy_s)
 
-    def __init__(
-        self, future: Future[Result], done: Callable[[float], None], hear: Callable[[OutOfMemory], None]
-    ) -> None:
-        self._future, self._done, self._hear, self.busy_s = future, done, hear, 0.0
+
+class _Coming:
+    """A result that another thread waits for, or another process sends. hear: called with each time that memory ran out
+    in that process."""
+
+    def __init__(self, future: Future[Done], hear: Callable[[OutOfMemory], None]) -> None:
+        self._future, self._hear, self.busy_s = future, hear, 0.0
 
     def result(self) -> np.ndarray:
-        try:
-            result = self._future.result()
-            logits_NC = result.result()
-            self.busy_s = result.busy_s
-            for found in result.out_of_memory if isinstance(result, Done) else ():
-                self._hear(found)
-            return logits_NC
-        finally:
-            self._done(self.busy_s)
+        done = self._future.result()
+        self.busy_s = done.busy_s
+        for found in done.out_of_memory:
+            self._hear(found)
+        return done.logits_NC
 
 
 class _Member:
@@ -174,15 +179,15 @@ class _Member:
     def __init__(self, job: Job, process: GpuProcess) -> None:
         self._process, self._connection = process, process.connection
         self.ready = threading.Event()
-        self._in_flight: queue.Queue[Future[Result] | None] = queue.Queue()
+        self._in_flight: queue.Queue[Future[Done] | None] = queue.Queue()
         self._sends = ThreadPoolExecutor(1, "brimful-send")  # sending waits for the process to read
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._listen, args=(job,), name="brimful-gpu", daemon=True)
         self._thread.start()
 
-    def submit(self, tokens: Tokens) -> Future[Result]:
+    def submit(self, tokens: Tokens) -> Future[Done]:
         """Send a window to a process that is ready."""
-        done: Future[Result] = Future()
+        done: Future[Done] = Future()
         self._in_flight.put(done)
         self._sends.submit(self._send, tokens)
         return done

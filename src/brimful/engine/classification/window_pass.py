@@ -212,7 +212,7 @@ class WindowPass:
             wall_s=self._wall_s,
             texts_per_s=counts.num_rows / wall_s,
             tokens_per_s=counts.num_tokens / wall_s,
-            mfu=self._operations / wall_s / (peak * max(1, self._gpu_workers.num_used + self._ready.ranks.count - 1))
+            mfu=self._operations / wall_s / (peak * (self._gpu_workers.num_used + self._ready.ranks.count - 1))
             if peak and self._operations
             else None,
             stages=self._stages.record(),
