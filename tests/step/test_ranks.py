@@ -262,10 +262,11 @@ def test_shares_are_even_and_whole(count: int) -> None:
 
 
 @pytest.mark.skipif(not FUSED, reason="needs Triton")
-@pytest.mark.parametrize(("count", "by_peers"), [(2, False), (3, True)])
+@pytest.mark.parametrize(("count", "by_peers"), [(2, False), (2, True), (3, True)])
 def test_our_kernels_update_by_parts_what_they_update_whole(count: int, by_peers: bool, tmp_path: Path) -> None:
     """With gradients and copies in bf16: sums of the same numbers, and the same states, whole and by parts; sent, and
-    copied between processes' memory."""
+    copied between processes' memory: sums of several micro-batches in fp32, gradients of one as they are, in bf16."""
+    layout = replace(PACKED, budgets=replace(PACKED.budgets, tokens=(40,))) if count == 2 else PACKED
 
     def learn(ranks: Ranks, sharding: ShardingChoice, after: StepState | None = None) -> tuple[Any, StepState]:
         model = FAMILIES["bert"].model(3, num_hidden_layers=1).train()
@@ -282,7 +283,10 @@ def test_our_kernels_update_by_parts_what_they_update_whole(count: int, by_peers
         if after is not None:
             step.load_state(after)
         numbers = (1, 2) if after is None else (3,)
-        told = [step.run(part_of(number, ranks, task, targets, PACKED)).read() for number in numbers]
+        batches = [part_of(number, ranks, task, targets, layout) for number in numbers]
+        assert (len(batches[0].micro_batches) > 1) == (count == 2)
+        assert len(batches[-1].micro_batches) == (2 if numbers == (3,) and count == 2 else 1)
+        told = [step.run(batch).read() for batch in batches]
         kept = [p.detach().clone() for p in model.parameters()]
         state = step.state()
         step.release()

@@ -173,7 +173,7 @@ class Step:
         """
         several, room = len(batch.micro_batches) > 1, Pending.room(self.device)
         self.update.begin()
-        self.tell_update(whole=not (several or self.is_shared))
+        self.tell_update(whole=not (several or self.is_shared), single=not several)
         rows: list[Tensor] = []
         model = self.execution.model  # it may be left undone for want of memory, or wherever `between` says so
         kept = state_buffers(model) if self._between is None else buffers_of(model)
@@ -185,9 +185,9 @@ class Step:
             readings = self.apply_update(gathered=several or self.is_shared)
         return self._pending(batch, readings, rows, room)
 
-    def tell_update(self, *, whole: bool) -> None:
-        """Say what comes. whole: as of `Update`."""
-        self.update.whole, self.update.together = whole, self.is_shared
+    def tell_update(self, *, whole: bool, single: bool) -> None:
+        """Say what comes. whole, single: as of `Update`."""
+        self.update.whole, self.update.single, self.update.together = whole, single, self.is_shared
 
     def _accumulate_all(self, batch: Batch, rows: list[Tensor], *, gather_last: bool) -> None:
         """Compute gradients of all micro-batches, and put losses of their rows into `rows`.
@@ -337,7 +337,8 @@ class Step:
         Weights, gradients, buffers and the batch are as they were. wait: False to wait for the kernels later.
         """
         parameters, model = self.update.parameters, self.execution.model
-        self.tell_update(whole=len(batch.micro_batches) == 1)
+        single = len(batch.micro_batches) == 1
+        self.tell_update(whole=single, single=single)
         first_of = {micro.shape: index for index, micro in reversed(list(enumerate(batch.micro_batches)))}
         # Gradients may be left in host memory.
         with put_back(buffers_of(model)), precompiled(wait=wait) as compiling, self.update.undisturbed():
@@ -389,7 +390,7 @@ class Step:
     def _probed(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
         """Losses of each micro-batch's rows, and the gradients."""
         several, rows = len(batch.micro_batches) > 1, []
-        self.tell_update(whole=not several)
+        self.tell_update(whole=not several, single=not several)
         for index in range(len(batch.micro_batches)):
             rows.append(self.accumulate(batch, index))
             if several:

@@ -84,15 +84,18 @@ def adamw_norm(BLOCKS, HALVES, ADDRESSES, PARTS, num_blocks, HALF: tl.constexpr,
 
 @triton.jit
 def sum_parts(FIRST, SECOND, SUM, PARTS, size, begins, SIZE: tl.constexpr):
-    """The sum of two processes' gradients, and its squares, which are added to each program's partial sum, or begin it.
+    """The sum of two processes' gradients in fp32, and its squares, which are added to each program's partial sum, or
+    begin it.
 
-    So the norm needs no look at the gradients of its own. SECOND may be another GPU's memory.
+    So the norm needs no look at the gradients of its own. FIRST and SECOND: fp32 or halves; SECOND may be another GPU's
+    memory.
     """
     total = tl.zeros([SIZE], tl.float32)
     for start in range(tl.program_id(0) * SIZE, size, tl.num_programs(0) * SIZE):
         places = start + tl.arange(0, SIZE)
         mask = places < size
-        g = tl.load(FIRST + places, mask=mask, other=0.0) + tl.load(SECOND + places, mask=mask, other=0.0)
+        first = tl.load(FIRST + places, mask=mask, other=0.0).to(tl.float32)
+        g = first + tl.load(SECOND + places, mask=mask, other=0.0).to(tl.float32)
         tl.store(SUM + places, g, mask=mask)
         total += g * g
     squares = tl.sum(total, 0)

@@ -91,8 +91,9 @@ class CapturedStep(Step):
 
     def _replayed(self, batch: Batch) -> Pending | None:
         self.update.begin()
-        whole = len(batch.micro_batches) == 1 and self.update.on_device
-        self.tell_update(whole=whole)
+        single = len(batch.micro_batches) == 1
+        whole = single and self.update.on_device
+        self.tell_update(whole=whole, single=single)
         return self._whole(batch) if whole else self._pieces(batch)
 
     def _probed(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:

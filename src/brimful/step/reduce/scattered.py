@@ -147,18 +147,20 @@ class PeerParts(OwnParts):
     gradients: memory that those of all parameters are in. No process writes gradients of a step before all have put
     their weights of the last one there, and so have fetched what they need. add: the last sum of two parts into a third
     memory, told whether it is the first of a step. What the last bucket needs is read where it is: nothing is left that
-    a copy could be beside.
+    a copy could be beside. dtype_of: a bucket's gradients, the same in all processes: fp32, or halves at the same
+    numbers of the same memory.
     """
 
     def __init__(
         self, ranks: Ranks, parameters: Sequence[Tensor], buckets: Sequence[Bucket], gradients: PeerMemory,
-        fill: Callable[[Bucket], object], add: Callable[[Tensor, Tensor, Tensor, bool], None], *, overlap: bool,
-        side_stream: SideStream | None = None,
+        fill: Callable[[Bucket], object], add: Callable[[Tensor, Tensor, Tensor, bool], None],
+        dtype_of: Callable[[Bucket], torch.dtype], *, overlap: bool, side_stream: SideStream | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             ranks, parameters, buckets, gradients.own, fill, half=False, overlap=overlap, side_stream=side_stream
         )  # fmt: skip
         self._gradients, self._add, self._others = gradients, add, others_of(ranks.rank, ranks.count)
+        self._dtype_of = dtype_of
         self._met = set[int]()  # buckets of this step that all processes have: one that fails then is begun again
         most = max((bucket.end - bucket.start for bucket in buckets[:-1]), default=0) // ranks.count
         # Of one bucket at a time: each process's part of it but this one's.
@@ -169,13 +171,16 @@ class PeerParts(OwnParts):
         if bucket.number not in self._met:
             self._gradients.meet()
             self._met.add(bucket.number)
-        parts_R = [theirs[part] for theirs in self._gradients.all_R]
+        dtype = self._dtype_of(bucket)
+        parts_R = [theirs.view(dtype)[part] for theirs in self._gradients.all_R]
         if bucket.number < len(self.buckets) - 1:
             for rank in self._others:
-                parts_R[rank] = self._fetched_R[rank][: len(own)].copy_(parts_R[rank])
+                parts_R[rank] = self._fetched_R[rank].view(dtype)[: len(own)].copy_(parts_R[rank])
         total, *between, last = parts_R
+        if between:
+            total = own.copy_(total)
         for each in between:
-            total = torch.add(total, each, out=own)
+            total.add_(each)
         self._add(total, last, own, bucket.number == 0)
         return _at_once
 

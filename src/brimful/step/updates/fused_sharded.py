@@ -6,7 +6,8 @@
     update            bucket by bucket; what is updated goes to all while the next one is
 
 Two processes take half the time of an update, and send three quarters of the bytes that sums of whole gradients take:
-weights are sent as products read them.
+weights are sent as products read them. Where processes copy from one another's memory, gradients in half precision of a
+batch that is one micro-batch are copied as they are, half the bytes of their sums in fp32, and widened to be summed.
 Source: Rajbhandari et al. 2020, arXiv 1910.02054.
 """
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from brimful.core.errors import OptionError
+from brimful.data.batches.packing import round_up
 from brimful.hardware.memory import release_unused
 from brimful.hardware.peers import PeerMemory, Peers
 from brimful.hardware.ranks import Ranks
@@ -92,7 +94,7 @@ class FusedShardedAdamW(FusedAdamW):
             return f"gradients and weights are sent by NCCL and not copied: {why}; --no-peer-copies does not try"
         self._sums.remove()
         gradients = self._move_to_peers(peers)
-        fetched = (self._buckets, gradients, self._gather_bucket, self._add_parts)
+        fetched = (self._buckets, gradients, self._gather_bucket, self._add_parts, self._dtype_sent)
         self.reduction = self._sums = PeerParts(ranks, self.parameters, *fetched, **self._beside)
         return ""
 
@@ -147,6 +149,20 @@ class FusedShardedAdamW(FusedAdamW):
     def _is_copied(self, bucket: Bucket) -> bool:
         return bucket.end <= self._end_of_copies
 
+    def _dtype_sent(self, bucket: Bucket) -> torch.dtype:
+        """The dtype that a bucket's gradients have on their way: their own, unless several were added up before."""
+        return self._copy.dtype if self._by_copies and self.single and self._is_copied(bucket) else torch.float32
+
+    def _gather_bucket(self, bucket: Bucket) -> None:
+        """Put gradients where others fetch them from: halves at the same numbers of the same memory, before all places
+        of gradients in fp32, as buckets with copies come first. What fills a bucket up is 0 in either."""
+        assert self._sum is not None
+        memory = self._sum.view(self._dtype_sent(bucket))
+        self._gathering(bucket, memory).run()
+        filled = bucket.starts[-1] + round_up(self.parameters[bucket.members[-1]].numel(), adamw.ALIGNMENT)
+        if filled < bucket.end:
+            memory[filled : bucket.end].zero_()
+
     def reduce(self) -> None:
         """As `Update` has it; of the sums of gradients, this process has its part. `apply` sums the rest."""
         self._sums.finish()
@@ -182,10 +198,14 @@ class FusedShardedAdamW(FusedAdamW):
     def compile_kernels(self, *, gathered: bool) -> None:
         """Compile the kernels, as `Update` has it."""
         super().compile_kernels(gathered=True)
-        if self.find_peers is not None:
-            own = self._sums.own
+        if self.find_peers is None:
+            return
+        own = self._sums.own
+        for given in (own, own.view(self._copy.dtype)) if self.single else (own,):
             for begins in (True, False):
-                self._adding(own, own, own, begins=begins).compile()
+                self._adding(given, given, own, begins=begins).compile()
+        if self.single and self._sum is not None:
+            self._gathering(self._buckets[0], self._sum.view(self._copy.dtype)).compile()
 
     def _add_parts(self, first: Tensor, second: Tensor, into: Tensor, begins: bool) -> None:
         self._adding(first, second, into, begins=begins).run()

@@ -40,6 +40,8 @@ class Update:
     committed = False
     #: Whether the next backward pass is a whole batch's: then weights may be updated within it.
     whole = False
+    #: Whether the batch is one micro-batch, in each process: then sums over processes are of gradients as they are.
+    single = False
     #: Whether other processes take part in the next update.
     together = False
     #: Whether each process has a part of the state, which all ask for together.
