@@ -26,7 +26,7 @@ from sides import Row, run_rows, wait, with_peaks
 _STREAMED = {"stream_weights": "host"}
 _FREED = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
 _LIMITED = {"memory_limit": "5GB"}
-_LAYERS_AGAIN = {"execution": "eager", "gradient_checkpointing": "full"}
+_LAYERS_AGAIN = {"execution": "captured", "gradient_checkpointing": "full"}
 ROWS = (
     Row(side="classification", name="on the device", settings={"execution": "eager"}),
     Row(side="classification", name="streamed", settings=_STREAMED),

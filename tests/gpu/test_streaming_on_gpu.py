@@ -87,7 +87,8 @@ IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
 def test_training_learns_the_same(
     stored: Any, more: dict[str, Any], close: float, biases_close: float, tmp_path: Path
 ) -> None:
-    """As with states in host memory and layers computed again, to the last bit of a number.
+    """As with states in host memory and layers computed again, to the last bit of a number. From host memory steps are
+    graphs, between which evaluation reads weights.
 
     Within the backward pass the norm is summed up bucket by bucket, and buckets of streamed layers are others; in bf16
     a last bit turns others over.
@@ -106,6 +107,8 @@ def test_training_learns_the_same(
         )  # fmt: skip
         assert run.first_batch is not None
         assert run.first_batch.passed
+        execution = next(lever.value for lever in run.recipe.levers if lever.name == "execution")
+        assert execution == ("captured" if "host" in asked.values() else "eager")
         told = [(each["loss"], each["grad_norm"]) for each in events(output, "step")]
         found.append((told, load_file(output / "model" / "model.safetensors")))
     (expected, kept), (losses, streamed) = found

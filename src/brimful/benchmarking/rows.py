@@ -175,7 +175,7 @@ def _levers(batch_size: int, longest: int) -> list[Row]:
         ("schedule-free AdamW", {"optim": "schedule_free_adamw"}),
         ("LoRA", {"peft": "lora"}),
         ("embeddings frozen", {"freeze": "embeddings"}),
-        ("weights streamed", {"stream_weights": "host", "execution": "eager"}),
+        ("weights streamed", {"stream_weights": "host"}),
         ("expandable segments", {"allocator": "expandable"}),
         ("not packed", {"packing": "off"}),
     )

@@ -69,11 +69,15 @@ _STEPS_A_SHAPE, _MOST_SHAPES = 50, 40
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionMode(Lever):
-    """The way the steps, or passes, of one run are launched. fused: whether layers are fused around our attention."""
+    """The way the steps, or passes, of one run are launched.
+
+    fused: whether layers are fused around our attention. streamed: whether gradients are a layer's at a time.
+    """
 
     name = "execution"
     source = "torch.compile, torch.cuda.CUDAGraph"
     fused: bool = False
+    streamed: bool = False
 
     @property
     def captured(self) -> bool:
@@ -94,12 +98,12 @@ class ExecutionMode(Lever):
         if assembly.num_ranks > 1 and not (assembly.lever(Packing).packed and assembly.lever(Optimizer).fused):
             because = "steps of several processes are captured where rows are packed and our kernels update weights"
             return Verdict(ok=False, because=because)
-        if streamed(assembly):
-            return Verdict(ok=False, because="weights come layer by layer, and copies take longer than launches")
+        if (why_not := _not_streamed_by_graphs(assembly)) is not None:
+            return Verdict(ok=False, because=why_not)
         if assembly.training:
             assembly.lever(Optimizer)
             checkpointing = assembly.find(Checkpointing)
-            again = checkpointing is not None and checkpointing.recomputes
+            again = streamed(assembly) or (checkpointing is not None and checkpointing.recomputes)
             if again and not assembly.fact(kernels_of).fused:
                 return Verdict(ok=False, because="masks of attention could not be drawn again in a graph")
         if assembly.lever(Packing).packed:
@@ -152,6 +156,12 @@ class ExecutionMode(Lever):
                 reason = f"{verdict.because}; {launched.because}"
                 return cls(value="fused" if launched.ok else "eager", reason=reason, fused=launched.ok)
             return cls(value="eager", reason="asked for" if asked == "eager" else verdict.because)
+        if streamed(assembly):
+            if asked == "compiled":
+                because = "a layer's weights are others in each turn"
+                raise OptionError(f"--execution compiled does not work here: {because}", hint="use captured")
+            reason = "asked for" if asked == "captured" else "one launch a step, copies of weights among it"
+            return cls(value="captured", reason=reason, fused=fused, streamed=True)
         has_layers = bool(lists_to_compile(assembly))
         if asked == "compiled" and not has_layers:
             because = "the model has no list of layers of its own, or the host is needed in them"
@@ -189,7 +199,7 @@ class ExecutionMode(Lever):
         compile_s = _COMPILE_S if work.num_trained else _COMPILE_FORWARD_S
         compile_s = _COMPARE_S if self.value == "fused" else compile_s
         return Cost(
-            resident_bytes=4 * work.num_trained if self.captured else 0,
+            resident_bytes=4 * work.num_trained if self.captured and not self.streamed else 0,
             step_s=-_SAVED * work.products_s(work.num_tokens) if self.compiled else 0.0,
             once_s=compile_s if self.compiled else 0.0,
         )
@@ -225,6 +235,17 @@ def fused_error_of(assembly: Assembly) -> float | None:
         assembly.model, form, max_length=assembly.max_length, device=assembly.device,
         precision=assembly.precision.value, kernel=(kernels.typical_length, kernels.fastest),
     )  # fmt: skip
+
+
+def _not_streamed_by_graphs(assembly: Assembly) -> str | None:
+    """Return why steps are not captured whose weights are streamed; None where they are, or none are streamed."""
+    if not streamed(assembly):
+        return None
+    if not assembly.training:
+        return "weights come layer by layer, and copies take longer than launches"
+    if assembly.options.stream_weights != "host":
+        return "the host reads weights from a file in each pass"
+    return None if assembly.lever(Packing).packed else "weights are streamed to padded rows by the host"
 
 
 def _sharding(assembly: Assembly) -> str:

@@ -7,7 +7,8 @@ copied likewise, to memory that stands for a device's.
 
 A layer that is trained has its turn in the forward pass, and in the backward pass, where it is computed again
 (`recompute`). What is to change its weights (`change_later`) does so when its next turn begins. Weights that were
-changed in a turn go back at its end.
+changed in a turn go back at its end. In host memory weights have fixed places, and so have pieces: passes that begin
+and end with no copy under way (`come_together`) can be captured.
 
 Parameters outside of layers, and those that layers share, stay on the device.
 """
@@ -87,6 +88,7 @@ class StreamedLayers:
         self._arrived: list[Any] = [None] * num_pieces
         self._free: list[Any] = [None] * num_pieces
         self._kept: dict[int, Any] = {}
+        self._busy: list[Any] = []  # streams with copies that nothing has waited for
         self._turns, self._changed, self._is_wide = [0] * len(layers), set[int](), False
         self._due: dict[int, Callable[[], None]] = {}
         self.folder = folder
@@ -126,6 +128,28 @@ class StreamedLayers:
     def is_due(self) -> bool:
         """True while changes wait for a layer's turn."""
         return bool(self._due)
+
+    @property
+    def due(self) -> tuple[int, ...]:
+        """Numbers of the layers that changes wait for."""
+        return tuple(sorted(self._due))
+
+    def drop_due(self) -> None:
+        """Drop all changes that wait."""
+        self._due.clear()
+
+    def come_together(self) -> None:
+        """Have what is launched from now on come after all copies, and bring weights anew, as graphs begin and end."""
+        for stream in self._busy:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+        self.drop_copies()
+
+    def drop_copies(self) -> None:
+        """Forget what pieces have, and what is on its way: of a capture that is over, it was never brought."""
+        self._busy.clear()
+        self._kept.clear()
+        self._inside = [None] * len(self.pieces)
+        self._arrived, self._free = ([None] * len(self.pieces) for _ in range(2))
 
     def change_later(self, number: int, change: Callable[[], None]) -> None:
         """Have `change` called when a layer's next turn begins, whatever it is for. One that fails is called again."""
@@ -220,7 +244,12 @@ class StreamedLayers:
         self._show(number, self._home[number])
         torch.clear_autocast_cache()  # casts of weights would stay on the device until the pass is over
 
+    def _use(self, stream: Any) -> None:
+        if stream is not None and stream not in self._busy:
+            self._busy.append(stream)
+
     def _keep(self, number: int, piece: Tensor) -> Any:
+        self._use(self._outward)
         self.kept_bytes += self._trained[number]
         return self._store.keep(number, piece[: self._trained[number]], self._outward)
 
@@ -236,6 +265,9 @@ class StreamedLayers:
         if self._inward is None:
             piece.copy_(home)
         else:
+            self._use(self._inward)
+            if self._free[place] is None:  # whatever had the piece before, it is done with what was launched so far
+                self._inward.wait_stream(torch.cuda.current_stream(self._device))
             for event in (self._free[place], self._kept.get(number)):
                 if event is not None:
                     self._inward.wait_event(event)

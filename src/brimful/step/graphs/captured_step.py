@@ -49,7 +49,7 @@ class CapturedStep(Step):
         super().__init__(*arguments, **options)
         self._kernels_wait, self._probing = precompile, False
         self._compiling: Compiling | None = None
-        self._kept: list[Tensor] = []
+        self._kept: Callable[[], list[Tensor]] = list
         self.pool = GraphPool(self.device, most_tokens)
         # An update has tables of gradients' addresses for so many graphs, and a shape may have two.
         # It keeps nothing of the step itself: graphs are freed with their step, not when Python looks for cycles.
@@ -94,7 +94,9 @@ class CapturedStep(Step):
         single = len(batch.micro_batches) == 1
         whole = single and self.update.on_device
         self.tell_update(whole=whole, single=single)
-        return self._whole(batch) if whole else self._pieces(batch)
+        if whole:
+            return self._whole(batch)
+        return self._pieces(batch) if self.update.captures_several else None
 
     def _probed(self, batch: Batch) -> tuple[list[Tensor], list[Tensor]]:
         """As `Step` has it, replayed: from graphs that are recorded for it, and dropped with what dropout they have."""
@@ -112,9 +114,9 @@ class CapturedStep(Step):
             if pending is None:
                 return super()._probed(batch)
             self._wait()
-            return list(pending.rows), [gradient.clone() for gradient in self._kept]
+            return list(pending.rows), [gradient.clone() for gradient in self._kept()]
         finally:
-            self._probing, self._kept = False, []
+            self._probing, self._kept = False, list
             self._graphs.free()
 
     def load_state(self, state: StepState) -> None:
@@ -145,7 +147,7 @@ class CapturedStep(Step):
         def compute(static: Tensor) -> tuple[Tensor, Tensor]:
             rows_S = self._last(micro, static)
             if self._probing:
-                self._kept = self.update.gradients(gathered=False)
+                self._kept = self.update.gradients_later()
             return rows_S, self.apply_update(gathered=self.is_shared)
 
         room, rows_S, failure = Pending.room(self.device), None, None
@@ -153,14 +155,17 @@ class CapturedStep(Step):
             rows_S = self._rows_room(micro)
         except torch.OutOfMemoryError as error:  # others may be at the capture already
             failure = error
+        key = ("whole", micro.shape, self.update.graph_kind())
         with self.settings(batch, 0):
-            with self._changing_nothing():
-                graph = self._find(("whole", micro.shape), compute, memory, failure)
+            with self._changing_nothing(), self.update.recording(key):
+                graph = self._find(key, compute, memory, failure)
             if graph is None:
                 return None
             assert rows_S is not None
             self.update.committed = True
             written_S, readings = graph.replay(memory)
+            if not self._probing:
+                self.update.replayed(key)
             rows_S.copy_(written_S)
         return self._pending(batch, readings, [rows_S], room, self._again())
 
@@ -197,7 +202,8 @@ class CapturedStep(Step):
             with self.settings(batch, index):
                 rows.append(graph.replay(batch.memories[index]).clone())
         if self._probing:
-            self._kept = self.update.gradients(gathered=True)
+            gradients = self.update.gradients(gathered=True)
+            self._kept = lambda: gradients
         if update is None:
             readings = self.apply_update(gathered=True)
         else:

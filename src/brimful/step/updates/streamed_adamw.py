@@ -8,11 +8,14 @@
 So the update's copies go on beside products, and weights come once for both. What reads weights in between (`settle`)
 has the layers that are due updated first. The arithmetic is that of `BucketedAdamW`, bit for bit. An update within the
 backward pass is made in a layer's turn there, and no gradient leaves the device.
+
+A graph of a whole step has the updates of the step before in its forward pass: which layers are due is part of what
+tells graphs apart, and after a replay the host takes them to be due again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,6 +26,7 @@ from torch import Tensor
 
 from brimful.core.errors import MemoryFullError, OptionError, first_line, printable
 from brimful.core.units import bytes_text
+from brimful.hardware.capture import is_capturing
 from brimful.hardware.memory import is_out_of_memory
 from brimful.measurement.memory import Kept
 from brimful.models.packed.streamed_layers import StreamedLayers, end_streaming
@@ -33,6 +37,8 @@ from brimful.step.updates.bucketed_adamw import BucketedAdamW
 from brimful.step.updates.buckets import Bucket, buckets_of, norms_of
 from brimful.step.updates.host_states import HostStates
 
+#: A bucket of a layer that is due, and those of its parameters that have gradients.
+_Waiting = list[tuple[Bucket, list[int]]]
 _GO_ON = "go on from the last checkpoint with --resume, and a lower --token-budget if it happens again"
 #: Bytes of states, and as many of sums, that may be on their way to the host: those of a layer of width 1,024.
 LAYER_LEAVING = 100_000_000
@@ -43,6 +49,8 @@ class StreamedAdamW(BucketedAdamW):
 
     #: Buckets of a layer are updated one right after the other, and leave while the next layer computes.
     _leaving_bytes = LAYER_LEAVING
+    #: Sums over micro-batches begin in one, and are added to in others, as the host knows.
+    captures_several = False
 
     def __init__(
         self, model: Any, schedule: Tensor, *, streamed: StreamedLayers, device: torch.device, **given: Any
@@ -57,6 +65,9 @@ class StreamedAdamW(BucketedAdamW):
         self._layer_sums = HostStates(views, self.device, leaving_bytes=self._leaving_bytes)
         self._summed: set[int] = set()  # buckets of layers that this batch has gradients of
         self._norms: dict[int, Tensor] = {}  # of the gradients of layers' parameters that it has
+        self._waiting: dict[int, _Waiting] = {}  # of each layer that is due, what is to be updated yet
+        self._left_due: dict[Hashable, dict[int, _Waiting]] = {}  # by the graph that leaves them so
+        self._recorded: dict[int, _Waiting] | None = None  # what the graph that is recorded leaves
         streamed.after_backward = self._take_layer
 
     def _owner(self, index: int) -> int | None:
@@ -162,12 +173,61 @@ class StreamedAdamW(BucketedAdamW):
         for bucket in self._buckets:
             if not self._is_streamed(bucket):
                 self._update(bucket, {i: gradients[i] for i in bucket.members if i in gradients}, ahead=-1)
-        for number, buckets in enumerate(self._of_layer):
-            waiting = [(bucket, [i for i in bucket.members if i in self._norms]) for bucket in buckets]
-            if waiting:
-                self._streamed.change_later(number, partial(self._update_layer, waiting))
+        self._have_due(
+            {
+                number: [(bucket, [i for i in bucket.members if i in self._norms]) for bucket in buckets]
+                for number, buckets in enumerate(self._of_layer)
+            }
+        )
 
-    def _update_layer(self, waiting: list[tuple[Bucket, list[int]]]) -> None:
+    def _have_due(self, waiting: Mapping[int, _Waiting]) -> None:
+        self._streamed.drop_due()
+        self._waiting = {number: list(each) for number, each in waiting.items() if each}
+        for number, each in self._waiting.items():
+            self._streamed.change_later(number, partial(self._update_layer, each))
+
+    def graph_kind(self) -> Hashable:
+        """As `Update` has it: what is due. All copies come first."""
+        self._streamed.come_together()
+        self._end_layers()
+        return tuple((number, len(self._waiting[number])) for number in self._streamed.due)
+
+    @contextmanager
+    def recording(self, key: Hashable) -> Iterator[None]:
+        """As `Update` has it."""
+        due = {number: list(self._waiting[number]) for number in self._streamed.due}
+        self._recorded = None
+        try:
+            yield
+        finally:
+            if self._recorded is not None:
+                self._left_due[key] = self._recorded
+            self._streamed.drop_copies()
+            self._layer_sums.forget()
+            if self._host is not None:
+                self._host.forget()
+            self._have_due(due)
+
+    def replayed(self, key: Hashable) -> None:
+        """As `Update` has it."""
+        self._have_due(self._left_due[key])
+
+    def apply(self, *, gathered: bool) -> Tensor:
+        """As `Update` has it. A graph ends with no copy under way."""
+        readings = super().apply(gathered=gathered)
+        if is_capturing():
+            self._recorded = {number: list(self._waiting[number]) for number in self._streamed.due}
+            self._streamed.come_together()
+            self._end_layers()
+        return readings
+
+    def _end_layers(self) -> None:
+        """Have what is launched from now on come after all copies of sums and states."""
+        self._layer_sums.finish()
+        if self._host is not None:
+            self._host.finish()
+
+    def _update_layer(self, waiting: _Waiting) -> None:
         """Update a layer's buckets, which are taken off the list. Layers follow one another from the last bucket on.
 
         Where memory for what comes runs out, the rest waits for the next turn. Raises: MemoryFullError where it runs
@@ -181,6 +241,8 @@ class StreamedAdamW(BucketedAdamW):
             try:
                 self._update(bucket, sums, ahead=-1)
             except Exception as error:
+                if is_capturing():  # nothing was updated
+                    raise
                 self.committed = True
                 if is_out_of_memory(error):
                     said = f"memory ran out while weights of a layer were being changed ({first_line(error)})"
@@ -221,18 +283,28 @@ class StreamedAdamW(BucketedAdamW):
             try:
                 yield
             finally:
+                self._streamed.drop_due()  # updates that were held back
                 self._end(gathered=True)
 
     def gradients(self, *, gathered: bool) -> list[Tensor]:
         """As `Update` has it, in host memory: there may be no room for them elsewhere. Waits for the device."""
         self._layer_sums.finish()
+        return self._read(self._gradients(gathered=gathered), self._summed, self._norms)
+
+    def gradients_later(self) -> Callable[[], list[Tensor]]:
+        """As `Update` has it."""
+        here = {i: gradient.clone() for i, gradient in self._gradients(gathered=False).items()}
+        return partial(self._read, here, set(self._summed), set(self._norms))
+
+    def _read(self, here: Mapping[int, Tensor], buckets: Collection[int], given: Collection[int]) -> list[Tensor]:
+        """Gradients in host memory. here: those on the device. buckets, given: of layers, which have any."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        found = {i: g.cpu() for i, g in self._gradients(gathered=gathered).items()}
+        found = {i: gradient.cpu() for i, gradient in here.items()}
         for bucket in self._buckets:
-            if bucket.number in self._summed:
+            if bucket.number in buckets:
                 summed = self._cut(bucket, self._layer_sums.arenas[bucket.number])
-                found |= {i: summed[i] for i in bucket.members if i in self._norms}
+                found |= {i: summed[i] for i in bucket.members if i in given}
         zeros = (torch.zeros(p.shape, dtype=torch.float32) for p in self.parameters)
         return [found[i].clone() if i in found else zero for i, zero in enumerate(zeros)]
 

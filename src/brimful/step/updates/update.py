@@ -6,7 +6,7 @@ Everything that is decided by lives on the device: the host launches an update w
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -96,6 +96,20 @@ class Update:
     def begin(self) -> None:
         """Prepare for a step, on the host, before anything of it is launched. Unless overridden, nothing."""
 
+    #: Whether batches of several micro-batches can be captured, and not only those of one.
+    captures_several = True
+
+    def graph_kind(self) -> Hashable:
+        """Return what a graph of a whole step depends on beside its shapes. Called before each is found."""
+        return None
+
+    def recording(self, key: Hashable) -> AbstractContextManager[None]:
+        """Within, the graph of `key` may be recorded: what the host takes note of meanwhile was not computed."""
+        return nullcontext()
+
+    def replayed(self, key: Hashable) -> None:
+        """Take note of what the host does when the graph of `key` is computed."""
+
     def before(self) -> None:
         """Prepare for a backward pass. Unless overridden, gradients are kept, and added to."""
 
@@ -169,6 +183,11 @@ class Update:
     def gradients(self, *, gathered: bool) -> list[Tensor]:
         """Copies of the gradients that there are, times the scale, in the order of the parameters."""
         return [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in self.parameters]
+
+    def gradients_later(self) -> Callable[[], list[Tensor]]:
+        """Return what gives `gradients` of one micro-batch once the device has computed them: within a capture."""
+        found = self.gradients(gathered=False)
+        return lambda: found
 
     def _counters(self) -> tuple[Tensor, ...]:
         """Small tensors that a step changes even where its update is skipped."""
