@@ -93,6 +93,8 @@ NAMES = {
     "optimizer": [
         "adamw_norm",
         "adamw_update",
+        "sum_parts",
+        "sum_with_own",
         "gather_gradients",
         "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
         "FusedOptimizerTensorListMetadata<4>, at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4, "

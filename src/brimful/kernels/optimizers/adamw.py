@@ -83,6 +83,15 @@ def adamw_norm(BLOCKS, HALVES, ADDRESSES, PARTS, num_blocks, HALF: tl.constexpr,
 
 
 @triton.jit
+def _add_squares(PARTS, total, begins):
+    """Add squares to the program's partial sum, or begin it with them."""
+    squares = tl.sum(total, 0)
+    if begins == 0:
+        squares += tl.load(PARTS + tl.program_id(0))
+    tl.store(PARTS + tl.program_id(0), squares)
+
+
+@triton.jit
 def sum_parts(FIRST, SECOND, SUM, PARTS, size, begins, SIZE: tl.constexpr):
     """The sum of two processes' gradients in fp32, and its squares, which are added to each program's partial sum, or
     begin it.
@@ -98,10 +107,28 @@ def sum_parts(FIRST, SECOND, SUM, PARTS, size, begins, SIZE: tl.constexpr):
         g = first + tl.load(SECOND + places, mask=mask, other=0.0).to(tl.float32)
         tl.store(SUM + places, g, mask=mask)
         total += g * g
-    squares = tl.sum(total, 0)
-    if begins == 0:
-        squares += tl.load(PARTS + tl.program_id(0))
-    tl.store(PARTS + tl.program_id(0), squares)
+    _add_squares(PARTS, total, begins)
+
+
+@triton.jit
+def sum_with_own(BLOCKS, STARTS, HALVES, ADDRESSES, IN_USE, OTHER, SUM, PARTS, origin, num_blocks, begins,
+                 HALF: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
+    """`sum_parts` of another process's gradients and of this one's, which are read where a backward pass left them.
+
+    OTHER, SUM: a part of a bucket, which begins at `origin` of the arenas and has these blocks.
+    """
+    total = tl.zeros([SIZE], tl.float32)
+    for block in range(tl.program_id(0), num_blocks, tl.num_programs(0)):
+        parameter, offsets, end = _place(BLOCKS, block, SIZE)
+        g = _gradient(ADDRESSES, HALVES, parameter, offsets, end, HALF, SIZE)
+        own, mask = _own(STARTS, parameter, offsets, end)
+        places = own - origin
+        g += tl.load(OTHER + places, mask=mask, other=0.0).to(tl.float32)
+        tl.store(SUM + places, g, mask=mask)
+        total += g * g
+        if tl.load(ADDRESSES + parameter) != 0:
+            tl.store(IN_USE + parameter, 1)
+    _add_squares(PARTS, total, begins)
 
 
 @triton.jit

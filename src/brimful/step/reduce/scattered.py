@@ -31,6 +31,12 @@ def own_part(bucket: Bucket, ranks: Ranks) -> slice:
     return slice(bucket.start + ranks.rank * size, bucket.start + (ranks.rank + 1) * size)
 
 
+def other_part(bucket: Bucket, ranks: Ranks) -> slice:
+    """Return the slice that is the other one's, of two processes."""
+    own = own_part(bucket, ranks)
+    return slice(own.stop, bucket.end) if ranks.rank == 0 else slice(bucket.start, own.start)
+
+
 def own_places(buckets: Sequence[Bucket], count: int) -> list[slice]:
     """Return where a process's parts of the buckets are in a memory of these alone."""
     found, at = [], 0
@@ -145,15 +151,15 @@ class PeerParts(OwnParts):
     """`OwnParts` by copies between processes' memory: parts of gradients are fetched, parts of weights are put there.
 
     gradients: memory that those of all parameters are in. No process writes gradients of a step before all have put
-    their weights of the last one there, and so have fetched what they need. add: the last sum of two parts into a third
-    memory, told whether it is the first of a step. What the last bucket needs is read where it is: nothing is left that
-    a copy could be beside. dtype_of: a bucket's gradients, the same in all processes: fp32, or halves at the same
+    their weights of the last one there, and so have fetched what they need. add: the sum of a bucket's parts of all
+    processes into a memory. What the last bucket needs is read where it is: nothing is left that a copy could be
+    beside. dtype_of: a bucket's gradients, the same in all processes: fp32, or halves at the same
     numbers of the same memory.
     """
 
     def __init__(
         self, ranks: Ranks, parameters: Sequence[Tensor], buckets: Sequence[Bucket], gradients: PeerMemory,
-        fill: Callable[[Bucket], object], add: Callable[[Tensor, Tensor, Tensor, bool], None],
+        fill: Callable[[Bucket], object], add: Callable[[Bucket, list[Tensor], Tensor], None],
         dtype_of: Callable[[Bucket], torch.dtype], *, overlap: bool, side_stream: SideStream | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
@@ -176,12 +182,7 @@ class PeerParts(OwnParts):
         if bucket.number < len(self.buckets) - 1:
             for rank in self._others:
                 parts_R[rank] = self._fetched_R[rank].view(dtype)[: len(own)].copy_(parts_R[rank])
-        total, *between, last = parts_R
-        if between:
-            total = own.copy_(total)
-        for each in between:
-            total.add_(each)
-        self._add(total, last, own, bucket.number == 0)
+        self._add(bucket, parts_R, own)
         return _at_once
 
     def arm(self) -> None:

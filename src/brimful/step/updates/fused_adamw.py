@@ -266,11 +266,15 @@ class FusedAdamW(Update):
     def _readings(self) -> Tensor:
         return torch.empty(5, dtype=torch.float64, device=self.device)
 
-    def _gathering(self, bucket: Bucket | None = None, into: Tensor | None = None) -> Launch:
-        """bucket: whose gradients; None for all. into: memory of all sums, None for that of several micro-batches."""
+    def _gathering(
+        self, bucket: Bucket | None = None, into: Tensor | None = None, blocks_B3: Tensor | None = None
+    ) -> Launch:
+        """bucket: whose gradients; None for all. into: memory of all sums, None for that of several micro-batches.
+        blocks_B3: of the bucket's, None for all."""
         self.prepare_gathering()
         places = self._places
-        blocks_B3 = places.blocks_B3 if bucket is None else self._blocks_of[bucket.number]
+        if blocks_B3 is None:
+            blocks_B3 = places.blocks_B3 if bucket is None else self._blocks_of[bucket.number]
         gathered = (
             blocks_B3, places.starts_P, places.copied_P, self._addresses(bucket), self._used, self._gathered,
             self._sum if into is None else into,

@@ -7,14 +7,15 @@
 
 Two processes take half the time of an update, and send three quarters of the bytes that sums of whole gradients take:
 weights are sent as products read them. Where processes copy from one another's memory, gradients in half precision of a
-batch that is one micro-batch are copied as they are, half the bytes of their sums in fp32, and widened to be summed.
+batch that is one micro-batch are copied as they are, half the bytes of their sums in fp32, and widened to be summed. Of
+two processes each puts there what the other one needs, and reads its own where they are.
 Source: Rajbhandari et al. 2020, arXiv 1910.02054.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from brimful.hardware.peers import PeerMemory, Peers
 from brimful.hardware.ranks import Ranks
 from brimful.measurement.memory import Kept
 from brimful.step.reduce.buckets import Bucket
-from brimful.step.reduce.scattered import OwnParts, PeerParts, Segment, own_segments
+from brimful.step.reduce.scattered import OwnParts, PeerParts, Segment, other_part, own_part, own_segments
 from brimful.step.state import ParameterState, StepState
 from brimful.step.updates.fused_adamw import FusedAdamW, Launch
 from brimful.step.updates.own_state import own_state, owned
@@ -67,7 +68,8 @@ class FusedShardedAdamW(FusedAdamW):
         self._masters_sent: Tensor | PeerMemory = self._master
         sizes = [parameter.numel() for parameter in self.parameters]
         self._segments = list(own_segments(self._buckets, sizes, ranks))
-        blocks, edges = self._own_blocks()
+        own_of = [self._blocks_within(bucket, own_part(bucket, ranks)) for bucket in self._buckets]
+        blocks, edges = list(chain.from_iterable(own_of)), [0, *accumulate(map(len, own_of))]
         places = [0] * len(sizes)
         for each in self._segments:
             places[each.index] = each.own.start - each.at.start
@@ -94,6 +96,10 @@ class FusedShardedAdamW(FusedAdamW):
             return f"gradients and weights are sent by NCCL and not copied: {why}; --no-peer-copies does not try"
         self._sums.remove()
         gradients = self._move_to_peers(peers)
+        if ranks.count == 2:
+            others = [other_part(bucket, ranks) for bucket in self._buckets]
+            blocks = (self._blocks_within(*each) for each in zip(self._buckets, others, strict=True))
+            self._others_of = [_table(each, torch.int32, self.device).view(-1, 3) for each in blocks]
         fetched = (self._buckets, gradients, self._gather_bucket, self._add_parts, self._dtype_sent)
         self.reduction = self._sums = PeerParts(ranks, self.parameters, *fetched, **self._beside)
         return ""
@@ -117,19 +123,15 @@ class FusedShardedAdamW(FusedAdamW):
         release_unused(self.device)
         return gradients
 
-    def _own_blocks(self) -> tuple[list[tuple[int, int, int]], list[int]]:
-        """Blocks of this process's parts, in the order of buckets, and the number of the first block of each."""
-        of_bucket = {index: bucket.number for bucket in self._buckets for index in bucket.members}
-        found: list[list[tuple[int, int, int]]] = [[] for _ in self._buckets]
-        for each in self._segments:
-            size = self._block_sizes[each.index]
-            for start in range(each.at.start // size * size, each.at.stop, size):
-                block = (each.index, max(start, each.at.start), min(start + size, each.at.stop))
-                found[of_bucket[each.index]].append(block)
-        edges = [0]
-        for blocks in found:
-            edges.append(edges[-1] + len(blocks))
-        return [block for blocks in found for block in blocks], edges
+    def _blocks_within(self, bucket: Bucket, part: slice) -> list[tuple[int, int, int]]:
+        """Blocks of a bucket's parameters in a part of the arenas."""
+        found = []
+        for index, start in zip(bucket.members, bucket.starts, strict=True):
+            size, end = self._block_sizes[index], start + self.parameters[index].numel()
+            first, last = max(start, part.start) - start, min(end, part.stop) - start
+            for block in range(first // size * size, last, size) if first < last else ():
+                found.append((index, max(block, first), min(block + size, last)))
+        return found
 
     @property
     def _by_copies(self) -> bool:
@@ -158,7 +160,9 @@ class FusedShardedAdamW(FusedAdamW):
         of gradients in fp32, as buckets with copies come first. What fills a bucket up is 0 in either."""
         assert self._sum is not None
         memory = self._sum.view(self._dtype_sent(bucket))
-        self._gathering(bucket, memory).run()
+        gathering = self._gathering(bucket, memory, self._others_of[bucket.number] if self._reads_own else None)
+        self._addresses_given = gathering.arguments[3]
+        gathering.run()
         filled = bucket.starts[-1] + round_up(self.parameters[bucket.members[-1]].numel(), adamw.ALIGNMENT)
         if filled < bucket.end:
             memory[filled : bucket.end].zero_()
@@ -204,11 +208,41 @@ class FusedShardedAdamW(FusedAdamW):
         for given in (own, own.view(self._copy.dtype)) if self.single else (own,):
             for begins in (True, False):
                 self._adding(given, given, own, begins=begins).compile()
-        if self.single and self._sum is not None:
-            self._gathering(self._buckets[0], self._sum.view(self._copy.dtype)).compile()
+        if not self.single or self._sum is None:
+            return
+        gathering = self._gathering(self._buckets[0], self._sum.view(self._copy.dtype))
+        gathering.compile()
+        for given in (own, own.view(self._copy.dtype)) if self._sums.ranks.count == 2 else ():
+            for begins in (True, False):
+                self._adding_own(self._buckets[0], given, own, gathering.arguments[3], begins=begins).compile()
 
-    def _add_parts(self, first: Tensor, second: Tensor, into: Tensor, begins: bool) -> None:
-        self._adding(first, second, into, begins=begins).run()
+    @property
+    def _reads_own(self) -> bool:
+        """True where this process's part of gradients is read where a backward pass left it."""
+        return self._by_copies and self.single and self._sums.ranks.count == 2
+
+    def _add_parts(self, bucket: Bucket, parts_R: list[Tensor], into: Tensor) -> None:
+        begins = bucket.number == 0
+        if self._reads_own:
+            other = parts_R[1 - self._sums.ranks.rank]
+            self._adding_own(bucket, other, into, self._addresses_given, begins=begins).run()
+            return
+        total, *between, last = parts_R
+        if between:
+            total = into.copy_(total)
+        for each in between:
+            total.add_(each)
+        self._adding(total, last, into, begins=begins).run()
+
+    def _adding_own(self, bucket: Bucket, other: Tensor, into: Tensor, addresses: Tensor, *, begins: bool) -> Launch:
+        """`_adding` of another process's part of a bucket and this one's gradients, at these addresses."""
+        blocks_B3, places = self._own_B3[self._ranges[bucket.number]], self._places
+        origin = own_part(bucket, self._sums.ranks).start
+        given = (
+            blocks_B3, places.starts_P, places.copied_P, addresses, self._used, other, into, self._parts, origin,
+            len(blocks_B3), int(begins),
+        )  # fmt: skip
+        return Launch(adamw.sum_with_own, (adamw.PARTIALS,), given, self._constants)
 
     def _adding(self, first: Tensor, second: Tensor, into: Tensor, *, begins: bool) -> Launch:
         """Sum two parts of a bucket, and its squares, of which the first bucket's begin."""
