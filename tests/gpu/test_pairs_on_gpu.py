@@ -1,4 +1,7 @@
-"""Every pair of levers on a GPU, captured and compiled ones among them; on a CPU: tests/levers/test_lever_pairs.py."""
+"""Every pair of levers on a GPU, captured and compiled ones among them; on a CPU: tests/levers/test_lever_pairs.py.
+
+Streamed weights are captured of packed rows alone, and so are tried beside each other lever by themselves.
+"""
 
 from __future__ import annotations
 
@@ -98,3 +101,29 @@ def test_two_levers(one: str, other: str) -> None:
     assert found.loss == pytest.approx(outcomes[3].loss, rel=1e-4)
     step.release()
     assert difference(learned(step.execution.model).cpu(), expected) < of_weights
+
+
+BESIDE_STREAMED = ("bf16", "fp16", "split by tokens", "updated in backward", "states in bf16", "states in 8 bits",
+                   "weights in bf16", "frozen in part")  # fmt: skip
+
+
+@pytest.mark.parametrize("other", ["", *BESIDE_STREAMED])
+def test_streamed_weights_in_graphs_learn_what_the_host_launches(other: str) -> None:
+    """Layers that are due are updated in the next graph, or by the host where a checkpoint reads them; then the next
+    graph has none to update."""
+    found = []
+    for execution in ("eager", "captured"):
+        asked: dict[str, Any] = {"packing": "auto", "stream_weights": "host", "execution": execution}
+        step, assembly, _ = made(**asked | LEVERS.get(other, {}))
+        outcomes = course(step, assembly)
+        saved = snapshot(step)
+        outcomes += course(step, assembly, start=NUM_STEPS, stop=2 * NUM_STEPS)
+        assert bool(step.num_graphs) == (execution == "captured" and other != "split by tokens")
+        step.load_state(saved)
+        outcomes += course(step, assembly, start=NUM_STEPS, stop=NUM_STEPS + 2)
+        step.release()
+        found.append(([each.loss for each in outcomes], learned(step.execution.model).cpu()))
+    (losses, weights), (captured, others) = found
+    assert captured == pytest.approx(losses, rel=LEAST[0])
+    assert captured[-2:] == pytest.approx(captured[NUM_STEPS : NUM_STEPS + 2], rel=LEAST[0])
+    assert difference(others, weights) < LEAST[1]
