@@ -144,7 +144,7 @@ class _Work:
     num_under_way: int = 0
 
     def burden(self) -> tuple[int, int]:
-        """What the next window's member has the least of: windows under way, then windows given."""
+        """Windows under way, then windows given: of both the next window's member has the least."""
         return self.num_under_way, self.num_windows + self.num_under_way
 
 
