@@ -235,13 +235,13 @@ class StreamedLayers:
         self._turns[number] -= 1
         if self._turns[number]:
             return
-        place = number % len(self.pieces)
-        if number in self._changed:
-            self._changed.discard(number)
+        place, is_changed = number % len(self.pieces), number in self._changed
+        self._changed.discard(number)
+        self._show(number, self._home[number])  # first: in a capture that was refused, what follows fails
+        if is_changed:
             self._free[place] = self._kept[number] = self._keep(number, self.pieces[place])
         elif self._on_gpu:
             self._free[place] = torch.cuda.current_stream(self._device).record_event()
-        self._show(number, self._home[number])
         torch.clear_autocast_cache()  # casts of weights would stay on the device until the pass is over
 
     def _use(self, stream: Any) -> None:

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from brimful.core.errors import MemoryFullError, OptionError, first_line, printable
 from brimful.core.units import bytes_text
-from brimful.hardware.capture import is_capturing
 from brimful.hardware.memory import is_out_of_memory
 from brimful.measurement.memory import Kept
 from brimful.models.packed.streamed_layers import StreamedLayers, end_streaming
@@ -68,6 +67,7 @@ class StreamedAdamW(BucketedAdamW):
         self._waiting: dict[int, _Waiting] = {}  # of each layer that is due, what is to be updated yet
         self._left_due: dict[Hashable, dict[int, _Waiting]] = {}  # by the graph that leaves them so
         self._recorded: dict[int, _Waiting] | None = None  # what the graph that is recorded leaves
+        self._is_recording = False
         streamed.after_backward = self._take_layer
 
     def _owner(self, index: int) -> int | None:
@@ -196,16 +196,19 @@ class StreamedAdamW(BucketedAdamW):
     def recording(self, key: Hashable) -> Iterator[None]:
         """As `Update` has it."""
         due = {number: list(self._waiting[number]) for number in self._streamed.due}
-        self._recorded = None
+        self._recorded, self._is_recording = None, True
         try:
             yield
         finally:
+            self._is_recording = False
             if self._recorded is not None:
                 self._left_due[key] = self._recorded
             self._streamed.drop_copies()
             self._layer_sums.forget()
             if self._host is not None:
                 self._host.forget()
+            if self._summed or self._is_begun:  # it was refused in the midst of a backward pass
+                self._end(gathered=True)
             self._have_due(due)
 
     def replayed(self, key: Hashable) -> None:
@@ -215,7 +218,7 @@ class StreamedAdamW(BucketedAdamW):
     def apply(self, *, gathered: bool) -> Tensor:
         """As `Update` has it. A graph ends with no copy under way."""
         readings = super().apply(gathered=gathered)
-        if is_capturing():
+        if self._is_recording:
             self._recorded = {number: list(self._waiting[number]) for number in self._streamed.due}
             self._streamed.come_together()
             self._end_layers()
@@ -241,7 +244,7 @@ class StreamedAdamW(BucketedAdamW):
             try:
                 self._update(bucket, sums, ahead=-1)
             except Exception as error:
-                if is_capturing():  # nothing was updated
+                if self._is_recording:  # nothing was updated
                     raise
                 self.committed = True
                 if is_out_of_memory(error):
