@@ -6,7 +6,8 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ import torch
 
 from brimful.core.errors import MemoryFullError
 from brimful.core.records import LabelSpace, OutOfMemory
-from brimful.data.batches.batch import Batch, Layout, PackedLayout, PaddedLayout, make_batch
+from brimful.data.batches.batch import Batch, Layout, PackedLayout, PaddedLayout, Whole, make_batch
 from brimful.data.batches.packing import Budgets
 from brimful.data.batches.padding import PaddedShapes
+from brimful.data.batches.shares import shares_of
 from brimful.data.tokens.encoder import Tokens, offsets_of
 from brimful.engine.assemble import Assembled
 from brimful.engine.fitted_step import FittedStep
@@ -240,6 +242,39 @@ def test_a_batch_smaller_than_those_that_fitted_is_not_split() -> None:
     assert len(allocator.failed) == 1
     assert (found.batch, found.tokens_before, found.tokens_after) == (2, 32, 32)
     assert session.fitted.layout == PACKED
+
+
+def test_processes_split_a_batch_that_did_not_fit_alike() -> None:
+    """Whatever part of an earlier batch each of them had, of which the largest micro-batch fits."""
+    first, second = np.array([25, 4, 26, 15, 10, 18, 35, 38]), np.array([23, 30, 11, 12])
+    layout = PaddedLayout(
+        shapes=PaddedShapes(lengths=(16, 32, 64), num_tokens=96, num_rows=6), max_length=64, padding_id=0
+    )
+    sizes = []
+    for rank in range(2):
+        tries = list[int]()
+
+        def part(number: int, lengths: np.ndarray, layout: Layout, rank: int = rank) -> Batch:
+            shares = shares_of(lengths, 2)
+            whole = Whole(denominator=1.0, num_samples=len(lengths), num_tokens=int(lengths.sum()),
+                          shares=[lengths[rows] for rows in shares])  # fmt: skip
+            mine = shares[rank]
+            ids = [np.ones(length, dtype=np.int64) for length in lengths[mine]]
+            return make_batch(number, mine, ids, None, np.zeros(len(mine), np.int64), TASK, layout, whole=whole)
+
+        def work(batch: Batch, tries: list[int] = tries) -> Batch:
+            tries.append(len(batch.micro_batches))
+            if len(tries) == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return batch
+
+        step = SimpleNamespace(device=torch.device("cpu"), captures=False, abandon=lambda: True)
+        built = SimpleNamespace(layout=layout, step=step, longest=40, lengths=[first, second])
+        fitted = FittedStep(cast(Assembled, built), lambda _: None)
+        for number, lengths in enumerate((first, second)):
+            fitted.attempt(part(number, lengths, fitted.layout), work, where="step")
+        sizes.append(tries)
+    assert sizes[0] == sizes[1]
 
 
 def test_as_many_halvings_as_it_takes_are_one_event() -> None:

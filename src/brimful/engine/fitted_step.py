@@ -52,9 +52,7 @@ class FittedStep:
                 where=where,
                 batch=batch.number + 1,
             )
-            self._most_fitted = max(
-                self._most_fitted, max((m.inputs.num_tokens for m in self._batch.micro_batches), default=0)
-            )
+            self._most_fitted = max(self._most_fitted, self.most_tokens)  # the same in all processes
             return done
         finally:
             self._batch = None

@@ -122,7 +122,7 @@ def _copies(assembly: Assembly) -> tuple[bool, str]:
     if not by_parts:
         why = "they are for weights that our kernels update by parts, on GPUs with --sharding states"
     elif options.reduce_dtype == "bf16":
-        why = "they move gradients in fp32, and --reduce-dtype is bf16"
+        why = "they move gradients to be summed in fp32, and --reduce-dtype is bf16"
     elif options.memory_limit is not None:
         why = "memory that GPUs reach one another's is outside of --memory-limit"
     if options.peer_copies:

@@ -156,5 +156,5 @@ def test_another_gpus_process_tells_it_with_its_logits(files: Path) -> None:
     future: Future[Done] = Future()
     future.set_result(first)
     said: list[OutOfMemory] = []
-    assert _Coming(future, said.append).result().shape == (30, 2)
+    assert _Coming(future, lambda _: None, said.append).result().shape == (30, 2)
     assert tuple(said) == first.out_of_memory

@@ -118,8 +118,9 @@ class GpuWorkers:
             future = self._others[number - 1].submit(tokens)
         else:
             future = self._waits.submit(_wait, self._launches.submit(self._launch, tokens))
-        future.add_done_callback(partial(self._end, work))
-        return _Coming(future, self._hear)
+        ended = _Once(partial(self._end, work))
+        future.add_done_callback(ended)
+        return _Coming(future, ended, self._hear)
 
     def _launch(self, tokens: Tokens) -> Result:
         device = self._first.precision.device
@@ -148,6 +149,19 @@ class _Work:
         return self.num_under_way, self.num_windows + self.num_under_way
 
 
+class _Once:
+    """A call that the first of several callers makes."""
+
+    def __init__(self, call: Callable[[Future[Done]], None]) -> None:
+        self._call, self._lock, self._is_made = call, threading.Lock(), False
+
+    def __call__(self, future: Future[Done]) -> None:
+        with self._lock:
+            if not self._is_made:
+                self._is_made = True
+                self._call(future)
+
+
 def _wait(launched: Future[Result]) -> Done:
     """Wait for the logits of a window of this process."""
     result = launched.result()
@@ -155,14 +169,17 @@ def _wait(launched: Future[Result]) -> Done:
 
 
 class _Coming:
-    """A result that another thread waits for, or another process sends. hear: called with each time that memory ran out
-    in that process."""
+    """A result that another thread waits for, or another process sends. ended: told when it is there. hear: called with
+    each time that memory ran out in that process."""
 
-    def __init__(self, future: Future[Done], hear: Callable[[OutOfMemory], None]) -> None:
-        self._future, self._hear, self.busy_s = future, hear, 0.0
+    def __init__(
+        self, future: Future[Done], ended: Callable[[Future[Done]], None], hear: Callable[[OutOfMemory], None]
+    ) -> None:
+        self._future, self._ended, self._hear, self.busy_s = future, ended, hear, 0.0
 
     def result(self) -> np.ndarray:
         done = self._future.result()
+        self._ended(self._future)  # a future wakes whoever waits for it before it calls back
         self.busy_s = done.busy_s
         for found in done.out_of_memory:
             self._hear(found)

@@ -66,7 +66,8 @@ class StreamedLayers:
     """Weights of a model's layers, as hooks on them bring them to the device and let them go.
 
     folder: of a file without a name for the weights, None for host memory. num_bytes: of all that is streamed.
-    fetched_bytes, kept_bytes: copied to the device so far, and back. parameters: of each layer. pieces: on the device.
+    fetched_bytes, kept_bytes: copied to the device so far, and back, but in replays of graphs. parameters: of each
+    layer. pieces: on the device.
     after_backward: called with the number of each layer that a backward pass has come through, in its turn.
     """
 
@@ -166,6 +167,7 @@ class StreamedLayers:
         self.make_due()
         if self._outward is not None:
             self._outward.synchronize()
+            torch.cuda.current_stream(self._device).synchronize()  # graphs have copies among them
         self._store.settle()
 
     def forget(self) -> None:

@@ -204,16 +204,16 @@ class FusedShardedAdamW(FusedAdamW):
         super().compile_kernels(gathered=True)
         if self.find_peers is None:
             return
-        own = self._sums.own
-        for given in (own, own.view(self._copy.dtype)) if self.single else (own,):
-            for begins in (True, False):
-                self._adding(given, given, own, begins=begins).compile()
-        if not self.single or self._sum is None:
-            return
+        assert self._sum is not None
+        own, of_two = self._sums.own, self._sums.ranks.count == 2
+        halves = own.view(self._copy.dtype)
         gathering = self._gathering(self._buckets[0], self._sum.view(self._copy.dtype))
         gathering.compile()
-        for given in (own, own.view(self._copy.dtype)) if self._sums.ranks.count == 2 else ():
-            for begins in (True, False):
+        for begins in (True, False):
+            self._adding(own, own, own, begins=begins).compile()
+            if not of_two:
+                self._adding(halves, halves, own, begins=begins).compile()
+            for given in (own, halves) if of_two else ():
                 self._adding_own(self._buckets[0], given, own, gathering.arguments[3], begins=begins).compile()
 
     @property

@@ -67,7 +67,7 @@ class StreamedAdamW(BucketedAdamW):
         self._waiting: dict[int, _Waiting] = {}  # of each layer that is due, what is to be updated yet
         self._left_due: dict[Hashable, dict[int, _Waiting]] = {}  # by the graph that leaves them so
         self._recorded: dict[int, _Waiting] | None = None  # what the graph that is recorded leaves
-        self._is_recording = False
+        self._is_recording = self._has_updated_layers = False
         streamed.after_backward = self._take_layer
 
     def _owner(self, index: int) -> int | None:
@@ -188,9 +188,12 @@ class StreamedAdamW(BucketedAdamW):
 
     def graph_kind(self) -> Hashable:
         """As `Update` has it: what is due. All copies come first."""
+        if self._streamed.is_due and not self._has_updated_layers:  # kernels that a capture must not load
+            self._streamed.make_due()
         self._streamed.come_together()
         self._end_layers()
-        return tuple((number, len(self._waiting[number])) for number in self._streamed.due)
+        due = ((number, self._waiting[number]) for number in self._streamed.due)
+        return tuple((number, *((bucket.number, *given) for bucket, given in waiting)) for number, waiting in due)
 
     @contextmanager
     def recording(self, key: Hashable) -> Iterator[None]:
@@ -252,6 +255,7 @@ class StreamedAdamW(BucketedAdamW):
                     raise MemoryFullError(said, resumable=False, hint=_GO_ON) from error
                 raise
             waiting.pop()
+        self._has_updated_layers |= not self._is_recording
 
     def _sums_of(self, bucket: Bucket, given: Collection[int]) -> dict[int, Tensor]:
         """Sums of a layer's gradients on the device, by parameter. given: those that have any."""
