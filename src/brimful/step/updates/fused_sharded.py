@@ -210,11 +210,11 @@ class FusedShardedAdamW(FusedAdamW):
         gathering = self._gathering(self._buckets[0], self._sum.view(self._copy.dtype))
         gathering.compile()
         for begins in (True, False):
-            self._adding(own, own, own, begins=begins).compile()
-            if not of_two:
-                self._adding(halves, halves, own, begins=begins).compile()
-            for given in (own, halves) if of_two else ():
-                self._adding_own(self._buckets[0], given, own, gathering.arguments[3], begins=begins).compile()
+            for given in (own,) if of_two else (own, halves):
+                self._adding(given, given, own, begins=begins).compile()
+        for bucket in self._buckets if of_two else ():  # their tables begin at other addresses
+            given = halves if self._is_copied(bucket) else own
+            self._adding_own(bucket, given, own, gathering.arguments[3]).compile()
 
     @property
     def _reads_own(self) -> bool:
@@ -222,25 +222,24 @@ class FusedShardedAdamW(FusedAdamW):
         return self._by_copies and self.single and self._sums.ranks.count == 2
 
     def _add_parts(self, bucket: Bucket, parts_R: list[Tensor], into: Tensor) -> None:
-        begins = bucket.number == 0
         if self._reads_own:
             other = parts_R[1 - self._sums.ranks.rank]
-            self._adding_own(bucket, other, into, self._addresses_given, begins=begins).run()
+            self._adding_own(bucket, other, into, self._addresses_given).run()
             return
         total, *between, last = parts_R
         if between:
             total = into.copy_(total)
         for each in between:
             total.add_(each)
-        self._adding(total, last, into, begins=begins).run()
+        self._adding(total, last, into, begins=bucket.number == 0).run()
 
-    def _adding_own(self, bucket: Bucket, other: Tensor, into: Tensor, addresses: Tensor, *, begins: bool) -> Launch:
+    def _adding_own(self, bucket: Bucket, other: Tensor, into: Tensor, addresses: Tensor) -> Launch:
         """`_adding` of another process's part of a bucket and this one's gradients, at these addresses."""
         blocks_B3, places = self._own_B3[self._ranges[bucket.number]], self._places
         origin = own_part(bucket, self._sums.ranks).start
         given = (
             blocks_B3, places.starts_P, places.copied_P, addresses, self._used, other, into, self._parts, origin,
-            len(blocks_B3), int(begins),
+            len(blocks_B3), int(bucket.number == 0),
         )  # fmt: skip
         return Launch(adamw.sum_with_own, (adamw.PARTIALS,), given, self._constants)
 
