@@ -307,6 +307,7 @@ def test_our_kernels_update_by_parts_what_they_update_whole(count: int, by_peers
         with pytest.MonkeyPatch.context() as patch, joined(place, CPU) as ranks:
             patch.setattr(buckets, "BUCKET_BYTES", 1 << 12)
             patch.setattr(optimizers, "SENT_BYTES", 1 << 12)
+            patch.setattr("brimful.kernels.optimizers.adamw.PARTIALS", 64)  # programs, one after another here
             (weights, told), state = learn(ranks, "none")
             (by_parts, told_by_parts), part = learn(ranks, "states")
             assert part.parts
