@@ -72,13 +72,18 @@ def rows(number: int, ends: int = 1) -> list[dict[str, Any]]:
     return [{"input_ids": ids, "labels": int(random.integers(3))} for ids in made]
 
 
-def trained(kind: str, execution: str, batches: list[list[dict[str, Any]]]) -> tuple[Any, list[float], Kept, int]:
+def trained(
+    kind: str, execution: str, batches: list[list[dict[str, Any]]], precision: str = "fp32"
+) -> tuple[Any, list[float], Kept, int]:
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(CONFIGS[kind]())
+    model: Any = (
+        AutoModelForSequenceClassification.from_config(CONFIGS[kind]()) if kind in CONFIGS else tiny_model(kind)
+    )
+    model.config.pad_token_id = 0
     kept, lengths = Kept(), [len(row["input_ids"]) for batch in batches for row in batch]
     step = brimful.Step(
         model, num_steps=3000, lengths=lengths * 40, batch_size=8, max_length=64, learning_rate=1e-3,
-        precision="fp32", packing="off", execution=execution, callbacks=kept,
+        precision=precision, packing="off", execution=execution, callbacks=kept,
     )  # fmt: skip
     with brimful.Feed(step, batches) as feed:
         losses = [step.run(batch).read().loss for batch in feed]
@@ -97,6 +102,17 @@ def test_captured_padded_steps_learn_what_eager_ones_do(kind: str, execution: st
     assert kept.lines == []
     assert graphs > 0
     assert found == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "minimax", "qwen3_moe"])
+def test_experts_in_bf16_are_captured(kind: str) -> None:
+    """Those of all layers at once; in fp32 the host multiplies one after another."""
+    batches = [[each | {"input_ids": each["input_ids"] % 150} for each in rows(number % 6)] for number in range(12)]
+    _, expected, _, _ = trained(kind, "eager", batches, "bf16")
+    _, found, kept, graphs = trained(kind, "captured", batches, "bf16")
+    assert kept.lines == []
+    assert graphs > 0
+    assert found == pytest.approx(expected, rel=2e-2)
 
 
 @pytest.mark.parametrize("execution", ["captured", "compiled"])

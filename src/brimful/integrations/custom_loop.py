@@ -51,6 +51,7 @@ from brimful.integrations.step_parts import (
 from brimful.levers.precision import choose_precision
 from brimful.models.end_tokens import end_token_of
 from brimful.models.fp32_outputs import answer_as_before
+from brimful.models.half_experts import experts_as_before
 from brimful.models.hub.inspection import max_positions, num_embedded
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.layer_calls import remove_calls
@@ -430,6 +431,7 @@ class Step:
         self._built.model.set_attn_implementation(self._attention)
         remove_calls(self._built.model)
         answer_as_before(self._built.model)
+        experts_as_before(self._built.model)
         keep_all(list(layers_of(self._built.model) or ()))
 
 

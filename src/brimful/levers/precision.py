@@ -13,6 +13,7 @@ from brimful.core.records import Arithmetic
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.packing import Packing
 from brimful.models.fp32_outputs import answer_in_fp32
+from brimful.models.half_experts import halve_experts
 from brimful.models.half_weights import halve_linears
 from brimful.step.precision import Precision
 
@@ -67,10 +68,12 @@ class PrecisionLever(Lever):
         return Cost(resident_bytes=4 * work.num_parameters, step_bytes=cast, step_s=3 * cast / work.bytes_per_s)
 
     def apply(self, assembly: Assembly) -> None:
-        """Have a regression answer in fp32, and halve the Linear weights of a model that is only read. All else is the
-        context of its passes."""
+        """Have a regression answer in fp32 and experts multiply in bf16, and halve Linear weights of a model that is
+        only read. All else is the context of its passes."""
         if self.half and assembly.optimizer is None:  # a loop's own model stays as it is
             answer_in_fp32(assembly.model)
+        if self.value == "bf16":
+            halve_experts(assembly.model)
         if self.copies:
             halve_linears(assembly.model, assembly.precision.dtype)  # those that are still as they were
 

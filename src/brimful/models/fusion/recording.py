@@ -35,8 +35,8 @@ _NO_SETTINGS = LAYER_NUMBERS | (vars(nn.Module()).keys() - {"training"})
 _NO_SETTINGS |= {"_compiled_call_impl", "_gradient_checkpointing_func"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-#: Where a configuration keeps the name of its attention.
-_ATTENTION = "_attn_implementation_internal"
+#: Where a configuration keeps the names of its attention, and of how it computes experts.
+_ATTENTION, _EXPERTS = "_attn_implementation_internal", "_experts_implementation_internal"
 
 #: What takes values in the order of a graph's placeholders, and gives what the layer gives.
 Run = Callable[..., Any]
@@ -145,5 +145,5 @@ def _setting(value: Any) -> Any:
         return type(value), *((_setting(name), _setting(each)) for name, each in value.items())
     if isinstance(value, PreTrainedConfig):
         own = vars(value)  # what a configuration is asked for passes through its class: 14 microseconds
-        return id(value), own.get(_ATTENTION) or value._attn_implementation
+        return id(value), own.get(_ATTENTION) or value._attn_implementation, own.get(_EXPERTS)
     raise CannotRecordError

@@ -1,0 +1,85 @@
+"""Experts in bf16: what transformers computes of them one by one, all at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import brimful
+from brimful.models.half_experts import HALF_EXPERTS, halve_experts
+from heads.tiny_heads import tiny_model
+from tolerances import difference
+
+
+def tiny(kind: str) -> Any:
+    torch.manual_seed(0)
+    model: Any = tiny_model(kind).eval()
+    model.config.pad_token_id = 0
+    return model
+
+
+def implementation(model: Any) -> str:
+    return str(model.config._experts_implementation)
+
+
+def computed(model: Any, dtype: torch.dtype | None) -> list[Tensor]:
+    """Logits and gradient of rows without padding."""
+    ids = torch.randint(5, 90, (6, 20), generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(logits.square().sum(), trained, materialize_grads=True)
+    return [logits.detach(), torch.cat([gradient.flatten() for gradient in gradients])]
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe", "jamba"])
+def test_they_are_as_near_to_fp32_as_one_by_one(kind: str) -> None:
+    model, half = tiny(kind), torch.bfloat16
+    exact, grouped = computed(model, None), computed(model, half)
+    model.set_experts_implementation("eager")
+    one_by_one = [difference(found, there) for found, there in zip(computed(model, half), exact, strict=True)]
+    model.set_experts_implementation("grouped_mm")
+    halve_experts(model)
+    found = computed(model, half)
+    for each, there, most in zip(found, exact, one_by_one, strict=True):
+        assert difference(each, there) <= 1.25 * most
+    assert not torch.equal(found[1], grouped[1])  # which transformers multiplies in fp32
+    for each, there in zip(computed(model, None), exact, strict=True):
+        assert torch.equal(each, there)
+
+
+@pytest.mark.parametrize("why", ["told otherwise", "rows of 28 bytes"])
+def test_others_are_left_alone(why: str) -> None:
+    model = tiny("mixtral")
+    if why == "told otherwise":
+        model.set_experts_implementation("batched_mm")
+    else:
+        experts: Any = next(module for module in model.modules() if hasattr(module, "down_proj"))
+        experts.down_proj = torch.nn.Parameter(experts.down_proj[..., :14])
+    halve_experts(model)
+    assert implementation(model) == ("batched_mm" if why == "told otherwise" else "grouped_mm")
+
+
+@pytest.mark.parametrize(("kind", "packing"), [("gpt_oss", "auto"), ("qwen3_moe", "auto"), ("qwen3_moe", "off")])
+def test_a_loop_learns_by_them_and_gives_the_model_back(kind: str, packing: str) -> None:
+    """In bf16, beside the plain fp32 model: a step that differs by more than bf16 costs would be refused."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(4, 24, 32).tolist()
+    rows = [{"input_ids": random.integers(5, 90, length), "labels": length % 2} for length in lengths]
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        model = tiny(kind)
+        step = brimful.Step(
+            model, num_steps=8, lengths=lengths, batch_size=8, max_length=32,
+            learning_rate=1e-3, precision=precision, packing=packing, device="cpu",
+        )  # fmt: skip
+        assert implementation(model) == (HALF_EXPERTS if precision == "bf16" else "grouped_mm")
+        batches = [step.batch(rows[8 * part : 8 * part + 8]) for part in (0, 1, 2, 3, 0, 1)]
+        losses[precision] = [step.run(batch).read().loss for batch in batches]
+        assert implementation(step.release()) == "grouped_mm"
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.05)
+    assert losses["bf16"] != losses["fp32"]
