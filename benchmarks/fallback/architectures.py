@@ -68,6 +68,7 @@ PACKED: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in ("bert", "roberta", "distilbert", "electra", "albert", "modernbert", "mpnet", "gpt2")},
     **{kind: {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]} for kind in ("deberta", "deberta-v2")},
     **dict.fromkeys(("llama", "mistral", "qwen3", "gemma2"), _DECODER),
+    "qwen3_moe": _MIXED | _EXPERTS | {"head_dim": 64, "num_experts": 4, "moe_intermediate_size": 256},
 }
 ARCHITECTURES = UNPACKED | PACKED
 #: Of those that cannot run in bf16 on a GPU: FNet's transform has no half precision there.
