@@ -304,7 +304,10 @@ def repeats_shapes(assembly: Assembly) -> Verdict:
 def recording_of(assembly: Assembly) -> Recording:
     """Return how padded passes can be captured, if they can."""
     attention = getattr(assembly.execution, "attention", "sdpa")
-    return how_recorded(assembly.model, assembly.max_length, training=assembly.training, attention=attention)
+    in_bf16 = assembly.precision.value in ("bf16", "fp8")
+    return how_recorded(
+        assembly.model, assembly.max_length, training=assembly.training, attention=attention, in_bf16=in_bf16
+    )
 
 
 def lists_to_compile(assembly: Assembly) -> list[nn.ModuleList]:

@@ -24,11 +24,21 @@ _ALIGNMENT = 16
 def halve_experts(model: Any) -> None:
     """Have a model's experts multiply in bf16 wherever autocast is in bf16. Models without experts, with matrices
     whose rows are no multiple of 16 bytes, and those that were told another implementation are left alone."""
-    if model.config._experts_implementation != _GROUPED:
-        return
-    weights = [weight for module in model.modules() if _is_experts(module) for weight in _matrices(module).values()]
-    if weights and all(size * torch.bfloat16.itemsize % _ALIGNMENT == 0 for w in weights for size in w.shape[-2:]):
+    if model.config._experts_implementation == _GROUPED and _are_halved(model):
         model.set_experts_implementation(HALF_EXPERTS)
+
+
+def hold_experts_in_half(model: Any) -> None:
+    """Cast the matrices of a model whose experts multiply in bf16 to it, for a pass without autocast."""
+    if model.config._experts_implementation in (_GROUPED, HALF_EXPERTS) and _are_halved(model):
+        for weight in _matrices_of_all(model):
+            weight.data = weight.data.to(torch.bfloat16)
+
+
+def host_multiplies_experts(model: Any) -> bool:
+    """Return whether a pass without autocast has the host read how many tokens each expert has."""
+    together = model.config._experts_implementation in (_GROUPED, HALF_EXPERTS)
+    return together and any(weight.dtype is not torch.bfloat16 for weight in _matrices_of_all(model))
 
 
 def experts_as_before(model: Any) -> None:
@@ -37,9 +47,19 @@ def experts_as_before(model: Any) -> None:
         model.set_experts_implementation(_GROUPED)
 
 
+def _are_halved(model: nn.Module) -> bool:
+    """Return whether there are experts, and the kernel takes the matrices of all."""
+    rows = {size * torch.bfloat16.itemsize for weight in _matrices_of_all(model) for size in weight.shape[-2:]}
+    return bool(rows) and all(size % _ALIGNMENT == 0 for size in rows)
+
+
 def _is_experts(module: nn.Module) -> bool:
     """Return whether transformers runs a module's forward by the implementation that its configuration names."""
     return hasattr(module, "num_experts") and hasattr(module, "is_transposed")
+
+
+def _matrices_of_all(model: nn.Module) -> list[Tensor]:
+    return [weight for module in model.modules() if _is_experts(module) for weight in _matrices(module).values()]
 
 
 def _matrices(experts: nn.Module) -> dict[str, Tensor]:
@@ -59,10 +79,15 @@ class _Halved:
         return getattr(self._experts, name)
 
 
+def _autocast_is_in_bf16(kind: str) -> bool:
+    """Return whether autocast is on for devices of a kind, and in bf16. Tensors without numbers have none."""
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return is_on and torch.get_autocast_dtype(kind) is torch.bfloat16
+
+
 def _in_half(experts: Any, hidden_TD: Tensor, chosen_TK: Tensor, scores_TK: Tensor) -> Tensor:
     """States of tokens by the K experts that each of them has chosen, added up by their scores."""
-    kind = hidden_TD.device.type
-    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) is torch.bfloat16:
+    if _autocast_is_in_bf16(hidden_TD.device.type):
         experts = _Halved(experts, torch.bfloat16)
     found: Tensor = grouped_mm_experts_forward(experts, hidden_TD, chosen_TK, scores_TK)
     return found

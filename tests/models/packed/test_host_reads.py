@@ -11,7 +11,9 @@ import torch
 import transformers
 from torch import Tensor
 
+from brimful.models.half_experts import halve_experts
 from brimful.models.packed.host_reads import Recording, how_recorded
+from heads.tiny_heads import tiny_model
 from tiny import FAMILIES
 
 SMALL = {"vocab_size": 99, "num_labels": 3, "pad_token_id": 0, "eos_token_id": 2}
@@ -45,6 +47,17 @@ def test_models_without_such_code_can_be_recorded(training: bool) -> None:
         before = {name: value.clone() for name, value in model.state_dict().items()}
         assert how_recorded(model, 64, training=training) == Recording()
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "minimax", "qwen3_moe"])
+def test_experts_need_the_host_but_in_bf16(kind: str) -> None:
+    model = tiny_model(kind)
+    model.config.pad_token_id = 0
+    why_not = how_recorded(model, 64, training=True).why_not
+    assert why_not == "the host must read how many tokens each expert has, but for products in bf16"
+    assert how_recorded(model, 64, training=True, in_bf16=True).why_not is None
+    halve_experts(model)  # by the precision, before anybody asks
+    assert how_recorded(model, 64, training=True, in_bf16=True).why_not is None
 
 
 @pytest.mark.parametrize("training", [False, True])

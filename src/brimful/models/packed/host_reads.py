@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from brimful.core.errors import printable
 from brimful.kernels.forward_context import ForwardContext
 from brimful.kernels.layout import PaddedInputs, map_tensors, padded_inputs
+from brimful.models.half_experts import hold_experts_in_half, host_multiplies_experts
 from brimful.models.model_stats import layer_lists
 from brimful.models.packed.check_inputs import make_sequences, one_layer_of_each_kind
 from brimful.models.packed.host_decisions import HostDecisions, HostNeededError
@@ -53,15 +54,22 @@ class Recording:
     compilable: bool = True
 
 
-def how_recorded(model: Any, max_length: int, *, training: bool, attention: str = "sdpa") -> Recording:
+def how_recorded(
+    model: Any, max_length: int, *, training: bool, attention: str = "sdpa", in_bf16: bool = False
+) -> Recording:
     """Return whether a padded pass of `model` can be recorded, and with what.
 
-    max_length: longest sequence there can be. attention: as of `PaddedModel`. The model is not changed.
+    max_length: longest sequence there can be. attention: as of `PaddedModel`. in_bf16: whether autocast is in bf16 in
+    that pass. The model is not changed.
     """
     if training and (drawn := _left_out_at_random(model)):
         return Recording(why_not=f"the host draws which layers are left out ({drawn})")
     was = model.config._attn_implementation
     small = one_layer_of_each_kind(model).cpu().train(training)
+    if in_bf16:
+        hold_experts_in_half(small)
+    if host_multiplies_experts(small):
+        return Recording(why_not="the host must read how many tokens each expert has, but for products in bf16")
     try:
         before = _host_streams()
         why_not = _why_the_host(small, None, max_length, attention)
@@ -84,7 +92,7 @@ def how_recorded(model: Any, max_length: int, *, training: bool, attention: str 
 
 
 #: Devices of tensors without numbers, and what weights are cast to. Only such as are not on the CPU show what is copied
-#: to them; grouped products are for half precision there, and some operators for the CPU only.
+#: to them; some operators are for half precision there, and some for the CPU only.
 _TRACED = (("meta", None), ("meta", torch.bfloat16), ("cpu", None))
 
 
