@@ -25,7 +25,7 @@ from sides import Row, run_rows, wait, with_peaks
 
 _STREAMED = {"stream_weights": "host"}
 _FREED = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
-_LIMITED = {"memory_limit": "5GB"}
+_LIMITED = {"memory_limit": "5GB", "batch_size": 8}
 _LAYERS_AGAIN = {"execution": "captured", "gradient_checkpointing": "full"}
 ROWS = (
     Row(side="classification", name="on the device", settings={"execution": "eager"}),
@@ -33,7 +33,7 @@ ROWS = (
     Row(side="training", name="on the device", settings=_LAYERS_AGAIN),
     Row(side="training", name="streamed", settings=_STREAMED),
     Row(side="training", name="streamed, in backward", settings=_STREAMED | _FREED),
-    Row(side="training", name="streamed, in backward, within 5 GB", settings={**_STREAMED, **_FREED, **_LIMITED}),
+    Row(side="training", name="streamed, in backward, 8 rows within 5 GB", settings=_STREAMED | _FREED | _LIMITED),
 )
 #: Bytes in and out over the link for each weight of a layer: weights in fp32 twice in and once out, gradients out and
 #: in, states in and out; within the backward pass no gradients. In classification bf16.
@@ -107,10 +107,10 @@ def _training(model: Path, settings: dict[str, Any], smoke: bool) -> dict[str, A
 
     length = 16 if smoke else _LENGTH
     given = {**settings}
-    limit = given.pop("memory_limit", None)
+    limit, rows = given.pop("memory_limit", None), given.pop("batch_size", _BATCH)
     device = "cpu" if smoke else "cuda"
     shape = f"256x{length}"
-    options = BenchOptions(model=str(model), shape=shape, batch_size=_BATCH, device=device, memory_limit=limit)
+    options = BenchOptions(model=str(model), shape=shape, batch_size=rows, device=device, memory_limit=limit)
     callbacks = Callbacks()
     work = make_work(options, callbacks, precision="fp32" if smoke else "bf16", **given)
     steps = Steps(warm_up=1, block=1, repeats=2) if smoke else Steps(warm_up=4, block=4, repeats=5)
@@ -147,20 +147,23 @@ def table(results: list[dict[str, Any]], weights: int) -> str:
     device; of classification, the rate on the device. weights: of all layers.
     """
     lines = ["| work | row | samples/s (range) | driver, MB | bound | share of it |", "|---|---|---|---|---|---|"]
-    on_device = {found["side"]: found["samples_per_s"] for found in results if found["row"] == "on the device"}
+    on_device = {
+        found["side"]: found["samples_per_s"] for found in results if found["ok"] and found["row"] == "on the device"
+    }
     for found in (each for each in results if each["ok"]):
         bound_s, share = None, ""
+        rows = found["settings"].get("batch_size", _BATCH)
         if found["row"] != "on the device" and found["side"] in on_device:
-            device_s = _BATCH / on_device[found["side"]]
+            device_s = rows / on_device[found["side"]]
             link = found["link_bytes_per_s"]
             if found["side"] == "training" and link is not None:
-                ways = _BYTES[found["row"].partition(", within")[0]]
+                ways = _BYTES[found["row"].partition(", 8 rows")[0]]
                 seconds = [weights * each / link["each of both"] for each in ways]
                 bound_s = max(device_s, *seconds)
             else:
                 bound_s = device_s
-            share = f"{bound_s * found['samples_per_s'] / _BATCH:.0%}"
-        bound = "" if bound_s is None else f"{_BATCH / bound_s:,.1f}"
+            share = f"{bound_s * found['samples_per_s'] / rows:.0%}"
+        bound = "" if bound_s is None else f"{rows / bound_s:,.1f}"
         rates, memory = found["rates"], found["nvml_bytes"]
         said = f"{found['samples_per_s']:,.1f} ({rates[0]:,.1f} to {rates[-1]:,.1f})"
         driver = "" if memory is None else f"{memory / 1e6:,.0f}"

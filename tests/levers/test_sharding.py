@@ -38,3 +38,18 @@ def test_micro_batches_leave_room_for_what_each_way_keeps(sharding: str, monkeyp
     assert tokens(sharding) >= tokens("none") > token_budget.TILE
     if sharding in OF_WEIGHTS:
         assert tokens(sharding, optimizer_offload=True) >= tokens(sharding) > tokens("none")
+
+
+def test_streamed_weights_leave_their_room_to_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than half of the memory: states are elsewhere, and each micro-batch brings all weights anew."""
+    model = FAMILIES["bert"].model(hidden_size=64, intermediate_size=128, num_hidden_layers=8)
+    monkeypatch.setattr(token_budget, "device_free_bytes", lambda _: 10**7)
+
+    def bytes_of(**asked: Any) -> int:
+        assembly = assembly_of(model, device="cuda", num_tokens=10**6, **asked)
+        token_bytes = token_budget._token_bytes(assembly)
+        assert token_bytes is not None
+        return token_budget._largest(assembly) * token_bytes
+
+    assert bytes_of(gradient_checkpointing="full") < 10**7 / 2
+    assert 0.8 * 10**7 < bytes_of(stream_weights="host") < 0.9 * 10**7

@@ -173,7 +173,8 @@ def _largest(assembly: Assembly) -> int:
     """Return the device's default, for training no more than half of its free memory holds activations of.
 
     The optimizer has taken no part of that memory yet: no more than nine tenths of what it, gradients and copies of
-    weights leave, either.
+    weights leave, either. That is the limit where weights are streamed, and all of these are elsewhere: each more
+    micro-batch brings all weights once more.
     """
     device = assembly.device
     if not assembly.training and device.type == "cpu":
@@ -182,7 +183,9 @@ def _largest(assembly: Assembly) -> int:
     if not assembly.training or device.type != "cuda" or token_bytes is None:
         return _DEFAULT[device.type]
     free_bytes = device_free_bytes(device)
-    room_bytes = min(free_bytes // 2, free_bytes * 9 // 10 - _state_bytes(assembly))
+    room_bytes = free_bytes * 9 // 10 - _state_bytes(assembly)
+    if not streamed(assembly):
+        room_bytes = min(room_bytes, free_bytes // 2)
     return max(TILE, min(_DEFAULT["cuda"], room_bytes // token_bytes // TILE * TILE))
 
 
