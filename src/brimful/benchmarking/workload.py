@@ -25,6 +25,7 @@ from brimful.engine.sequence_lengths import longest_sequence
 from brimful.hardware.memory import is_out_of_memory, release_unused
 from brimful.hardware.probe import choose_device, device_name, probe
 from brimful.hardware.specs import datasheet_flops_per_s
+from brimful.levers.packing import streamed_to
 from brimful.levers.precision import choose_precision, supports
 from brimful.measurement.peaks import measure_limits
 from brimful.models.hub.inspection import inspect_model
@@ -53,9 +54,9 @@ class Work:
 
     def model(self) -> Any:
         """The classifier before its first step, on the CPU, in training mode: the same in every process."""
-        prepared = self.prepared
-        model = load_model(prepared.facts, prepared.space, head=prepared.alignment.head, seed=self.options.seed)
-        return model.train()
+        prepared, seed, folder = self.prepared, self.options.seed, streamed_to(self.options)
+        head = prepared.alignment.head
+        return load_model(prepared.facts, prepared.space, head=head, seed=seed, folder=folder).train()
 
     def samples(self, number: int) -> npt.NDArray[np.int64]:
         """Rows of the batch of this number."""

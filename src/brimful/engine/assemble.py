@@ -35,7 +35,7 @@ from brimful.levers.execution import ExecutionMode
 from brimful.levers.float8 import Float8
 from brimful.levers.lever import Assembly, Lever
 from brimful.levers.optimizer import Optimizer
-from brimful.levers.packing import Packing
+from brimful.levers.packing import Packing, streamed_to
 from brimful.levers.parameter_efficient import FrozenWeights, TrainedPart
 from brimful.levers.precision import PrecisionLever
 from brimful.levers.sharding import Sharding
@@ -115,7 +115,8 @@ def build(
     """
     phases = phases or Phases()
     phases.enter("model")
-    model = load_model(prepared.facts, prepared.space, head=prepared.alignment.head, seed=options.seed)
+    head, folder = prepared.alignment.head, streamed_to(options)
+    model = load_model(prepared.facts, prepared.space, head=head, seed=options.seed, folder=folder)
     if prepared.target_scale is not None:
         check_fold(model, prepared.target_scale)
     if prepared.facts.runs_own_code and (doubt := own_loss_doubt(model, prepared.space)) is not None:

@@ -128,6 +128,14 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_BYTES, _KEPT_BYTES = 32 << 20, 1 << 30
 
 
+def give_back_freed_memory() -> None:
+    """Give what the host's allocator keeps of freed memory back to the system, where it has the switch (glibc's)."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError, TypeError):
+        return
+
+
 @contextmanager
 def freed_memory_kept(device: torch.device) -> Iterator[None]:
     """Within, the host's allocator keeps up to 1 GiB of what is freed, where work is done on a CPU: each step frees
@@ -137,7 +145,7 @@ def freed_memory_kept(device: torch.device) -> Iterator[None]:
     """
     try:
         library = ctypes.CDLL(None)
-        set_option, trim = library.mallopt, library.malloc_trim
+        set_option = library.mallopt
     except (OSError, AttributeError, TypeError):
         yield
         return
@@ -150,4 +158,4 @@ def freed_memory_kept(device: torch.device) -> Iterator[None]:
         yield
     finally:
         set_option(_M_TRIM_THRESHOLD, 2 * _MMAP_BYTES)
-        trim(0)
+        give_back_freed_memory()

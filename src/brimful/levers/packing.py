@@ -3,7 +3,10 @@ plain."""
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
@@ -81,3 +84,10 @@ class Packing(Lever):
 def streamed(assembly: Assembly) -> bool:
     """Return whether weights of layers are to come for their turn alone."""
     return getattr(assembly.options, "stream_weights", "none") != "none"
+
+
+def streamed_to(options: Any) -> Path | None:
+    """Return the folder of the file that weights are streamed from, into which they are loaded; None for memory."""
+    if getattr(options, "stream_weights", "none") != "disk":
+        return None
+    return Path(options.stream_folder or tempfile.gettempdir())

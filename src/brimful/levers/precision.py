@@ -11,7 +11,7 @@ from brimful.core.errors import DeviceError, OptionError
 from brimful.core.options.choices import PrecisionChoice
 from brimful.core.records import Arithmetic
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
-from brimful.levers.packing import Packing
+from brimful.levers.packing import Packing, streamed_to
 from brimful.models.fp32_outputs import answer_in_fp32
 from brimful.models.half_experts import halve_experts
 from brimful.models.half_weights import halve_linears
@@ -75,7 +75,8 @@ class PrecisionLever(Lever):
         if self.value == "bf16":
             halve_experts(assembly.model)
         if self.copies:
-            halve_linears(assembly.model, assembly.precision.dtype)  # those that are still as they were
+            folder = streamed_to(assembly.options)  # those that are still as they were
+            halve_linears(assembly.model, assembly.precision.dtype, folder)
 
 
 def choose_precision(asked: PrecisionChoice, device: torch.device) -> Precision:

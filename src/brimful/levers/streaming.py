@@ -7,19 +7,18 @@ layers are computed again in the backward pass; a layer is updated when the next
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from brimful.core.errors import OptionError, printable
+from brimful.core.errors import OptionError
 from brimful.core.options.train import TrainOptions
 from brimful.core.units import bytes_text
+from brimful.hardware.file_memory import FileRoom
 from brimful.hardware.memory import free_host_bytes
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
-from brimful.levers.packing import streamed
+from brimful.levers.packing import streamed, streamed_to
 from brimful.levers.precision import PrecisionLever
 from brimful.models.model_stats import layers_of, linear_parameters
 from brimful.models.packed.streamed_layers import READ, TRAINED, StreamedLayers, own_parameters
@@ -77,7 +76,7 @@ class Streaming(Lever):
         trained = sum(p.numel() for each in own for p in each if p.requires_grad)
         if asked == "host":
             _check_host(sum(sizes) + _bytes_beside(assembly.options) * trained)
-        where = "in host memory" if asked == "host" else f"in a file in {_folder(assembly)}"
+        where = "in host memory" if asked == "host" else f"in a file in {streamed_to(assembly.options)}"
         reason = f"asked for: {bytes_text(sum(sizes))} of {len(sizes)} layers {where}; {verdict.because}"
         if assembly.training:
             reason += "; gradients and states of the optimizer are there, too, and layers are computed again"
@@ -101,29 +100,21 @@ class Streaming(Lever):
         """Put the weights where they are kept, and bring them for each pass."""
         layers = layers_of(assembly.model)
         assert layers is not None
-        for parameter in _halved(assembly):
-            parameter.data = parameter.data.to(assembly.precision.dtype)
-        folder = Path(_folder(assembly)) if self.value == "disk" else None
-        try:
-            assembly.model.streamed_layers = streamed_layers = StreamedLayers(
-                layers, assembly.device, folder, self.pieces
-            )
-        except OSError as error:
-            where = printable(str(folder), 200)
-            raise OptionError(
-                f"--stream-weights disk: a file of {bytes_text(self.num_bytes)} cannot be made in {where}: {error}",
-                hint="name another folder with --stream-folder",
-            ) from error
+        folder, halved, dtype = streamed_to(assembly.options), _halved(assembly), assembly.precision.dtype
+        if folder is None:
+            for parameter in halved:
+                parameter.data = parameter.data.to(dtype)
+        elif halved:
+            room = FileRoom(folder, sum(FileRoom.bytes_with(p.numel() * dtype.itemsize) for p in halved))
+            for parameter in halved:
+                parameter.data = room.put(parameter.data, dtype)
+        assembly.model.streamed_layers = streamed_layers = StreamedLayers(layers, assembly.device, folder, self.pieces)
         if assembly.training:
             streamed_layers.recompute()
 
 
 def _num_pieces(assembly: Assembly) -> int:
     return TRAINED if assembly.training else READ
-
-
-def _folder(assembly: Assembly) -> str:
-    return assembly.options.stream_folder or tempfile.gettempdir()
 
 
 def _halved(assembly: Assembly) -> list[Any]:

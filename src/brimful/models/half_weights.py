@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from brimful.hardware.file_memory import weights_file
 from brimful.models.model_stats import linear_parameters
 
 #: Elements that a parameter in an arena starts at a multiple of.
 ALIGNMENT = 16
 
 
-def halve_linears(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replaces the Linear weights that are only read by copies in `dtype`, sibling layers' side by side."""
+def halve_linears(model: nn.Module, dtype: torch.dtype, folder: Path | None = None) -> None:
+    """Replaces the Linear weights that are only read by copies in `dtype`, sibling layers' side by side.
+
+    folder: of a file without a name that holds the copies of weights in host memory.
+    """
     copied = linear_parameters(model) - {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     named = dict(model.named_parameters())
     parameters = list(named.values())
@@ -23,7 +28,10 @@ def halve_linears(model: nn.Module, dtype: torch.dtype) -> None:
     for device in {parameters[i].device for i in order}:  # those that are streamed are not where the others are
         here = [i for i in order if parameters[i].device == device]
         sizes = [-(-parameters[i].numel() // ALIGNMENT) * ALIGNMENT for i in here]
-        arena = torch.empty(sum(sizes), dtype=dtype, device=device)
+        if folder is not None and device.type == "cpu":
+            arena = weights_file(folder, sum(sizes) * dtype.itemsize).view(dtype)
+        else:
+            arena = torch.empty(sum(sizes), dtype=dtype, device=device)
         for i, part in zip(here, arena.split(sizes), strict=True):
             half = part[: parameters[i].numel()].view(parameters[i].shape)
             parameters[i].data = half.copy_(parameters[i].detach())

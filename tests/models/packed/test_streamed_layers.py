@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -99,3 +101,46 @@ def test_what_cannot_be_streamed_is_refused() -> None:
             Streaming
         )
     assert "--stream-folder" in (error.value.hint or "")
+
+
+_MEASURED = """
+import sys
+from pathlib import Path
+
+import torch
+
+from brimful.core.records import LabelSpace
+from brimful.models.hub.inspection import inspect_model
+from brimful.models.hub.load import load_model
+from brimful.models.model_stats import layers_of
+from brimful.models.packed.streamed_layers import StreamedLayers
+
+
+def own_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+facts = inspect_model(sys.argv[1], trust_remote_code=False, allow_pickle=False)
+space = LabelSpace(task="single_label", names=("a", "b", "c"))
+before = own_bytes()
+loaded = load_model(facts, space, head="kept", seed=0, folder=Path(sys.argv[2]) if sys.argv[2:] else None)
+after = own_bytes()
+streamed = StreamedLayers(layers_of(loaded), torch.device("cpu"), Path(sys.argv[2]) if sys.argv[2:] else None)
+print(after - before, own_bytes() - before, sum(p.nbytes for p in loaded.parameters()), streamed.num_bytes // 12)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory of a process is read where Linux tells it")
+@pytest.mark.parametrize("stored", ["host", "disk"])
+def test_loading_holds_weights_once_and_none_of_those_on_disk(stored: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    FAMILIES["bert"].model(hidden_size=512, num_hidden_layers=12, intermediate_size=2048).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    more = [str(tmp_path)] if stored == "disk" else []
+    said = subprocess.run([sys.executable, "-c", _MEASURED, str(folder), *more], capture_output=True, check=True)
+    loaded, moved, whole, layer = map(int, said.stdout.split())
+    assert whole > 100e6
+    most = 0.1 * whole if stored == "disk" else 1.1 * whole
+    assert loaded < most
+    assert moved < most + 6 * layer  # two on the device, which is host memory here, and those that are read ahead

@@ -26,7 +26,7 @@ from brimful.engine.sequence_lengths import Longest, longest_to_read
 from brimful.hardware.probe import device_name
 from brimful.levers.execution import ExecutionMode
 from brimful.levers.lever import Assembly
-from brimful.levers.packing import Packing
+from brimful.levers.packing import Packing, streamed_to
 from brimful.levers.token_budget import most_rows
 from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
 from brimful.models.hub.load import load_model
@@ -125,6 +125,11 @@ class Runner:
         return matmul_parameters(self.model), attention_of(self.model)
 
 
+def _loaded(checked: Checked, options: ClassifyOptions) -> Any:
+    folder = streamed_to(options)
+    return load_model(checked.facts, checked.space, head="kept", seed=0, folder=folder).requires_grad_(False)
+
+
 def make_runner(
     checked: Checked, options: ClassifyOptions, precision: Precision, *, sample: Tokens, num_tokens: int,
     callbacks: Callbacks, hear: Callable[[OutOfMemory], None] | None = None, model: Any = None,
@@ -136,10 +141,10 @@ def make_runner(
     Raises: ModelError for weights that do not fit the model, OptionError for --execution where it does not work.
     """
     lengths_N = sample.lengths[sample.lengths > 0]
-    end_streaming(model)
+    end_streaming(model, moved=options.stream_weights == "none")
     assembly = Assembly(
         options=options,
-        model=model or load_model(checked.facts, checked.space, head="kept", seed=0).requires_grad_(False),
+        model=model or _loaded(checked, options),
         precision=precision,
         max_length=checked.max_length,
         shaped_length=_shaped_length(lengths_N, checked.max_length),

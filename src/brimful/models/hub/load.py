@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,6 +14,7 @@ from torch import Tensor
 from brimful.core.atomic_files import path_text
 from brimful.core.errors import ModelError, listed, printable
 from brimful.core.records import LabelSpace, TaskName
+from brimful.hardware.file_memory import FileRoom
 from brimful.hardware.process_settings import unchanged_random_streams
 from brimful.models.hub.inspection import OTHER_CONFIG, POOLER, ModelFacts, empty_model, head_parameters, load_tokenizer
 from brimful.models.hub.quiet import first_line, quiet_transformers
@@ -30,15 +32,19 @@ PROBLEM_TYPES: Mapping[TaskName, str] = {
 _MOST_NAMED = 4
 
 
-def load_model(facts: ModelFacts, space: LabelSpace, *, head: Literal["kept", "new"], seed: int) -> PreTrainedModel:
+def load_model(
+    facts: ModelFacts, space: LabelSpace, *, head: Literal["kept", "new"], seed: int, folder: Path | None = None
+) -> PreTrainedModel:
     """The classifier on the CPU, in fp32 whatever its files hold, in evaluation mode, outputs named after `space`.
 
     head: `kept` takes the head in the weights; `new` draws it from `seed` as transformers does after
     `torch.manual_seed(seed)`, and leaves torch's own generators as they are. What a base model holds of a head
     (ModernBERT's dense layer) is taken; of a whole head nothing is.
     The model owns its memory: the files can be replaced afterwards.
+    folder: of a file without a name for safetensors' weights, that a model may be larger than memory.
 
-    Raises: ModelError if the weights lack part of the model, or part of it has another shape.
+    Raises: ModelError if the weights lack part of the model, or part of it has another shape, OptionError where a file
+    cannot be made.
     """
     config = config_for(facts.config, space)
     empty = empty_model(facts.folder, config, facts.runs_own_code)
@@ -48,8 +54,9 @@ def load_model(facts: ModelFacts, space: LabelSpace, *, head: Literal["kept", "n
             f"{path_text(facts.adapter.folder)}: the head of an adapter cannot be replaced",
             hint="train it with --merge, or begin with its base model",
         )
+    room = None if folder is None else FileRoom(folder, _safe_bytes(facts))
     try:
-        state = _read_tensors(facts.weight_files)
+        state = _read_tensors(facts.weight_files, room)
         if facts.adapter is not None:
             state |= facts.adapter.tensors([name for name, _ in empty.named_parameters()])
         if head == "new" and head_names <= state.keys():
@@ -82,8 +89,11 @@ def config_for(config: PreTrainedConfig, space: LabelSpace) -> PreTrainedConfig:
     return config
 
 
-def _read_tensors(files: tuple[Path, ...]) -> dict[str, Tensor]:
-    """All tensors of the files, floating ones in fp32, in memory of their own (not mapped from the files)."""
+def _read_tensors(files: tuple[Path, ...], room: FileRoom | None = None) -> dict[str, Tensor]:
+    """All tensors of the files, floating ones in fp32, in memory of their own (not mapped from the files).
+
+    room: for those of safetensors; pickled ones are read whole.
+    """
     from safetensors import safe_open
 
     state: dict[str, Tensor] = {}
@@ -95,12 +105,27 @@ def _read_tensors(files: tuple[Path, ...]) -> dict[str, Tensor]:
             continue
         with safe_open(file, framework="pt", device="cpu") as opened:
             for name in opened.keys():  # noqa: SIM118  (it is not a mapping)
-                state[name] = _owned(opened.get_tensor(name))
+                state[name] = _owned(opened.get_tensor(name), room)
     return state
 
 
-def _owned(tensor: Tensor) -> Tensor:
-    return tensor.to(dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
+def _owned(tensor: Tensor, room: FileRoom | None = None) -> Tensor:
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return tensor.to(dtype=dtype, copy=True) if room is None else room.put(tensor, dtype)
+
+
+def _safe_bytes(facts: ModelFacts) -> int:
+    """Most bytes of all tensors in safetensors' files, in the dtypes of `_owned`: 8 a number, of integers."""
+    from safetensors import safe_open
+
+    found = 0
+    for file in (each for each in facts.weight_files if each.suffix == ".safetensors"):
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            for name in opened.keys():  # noqa: SIM118  (it is not a mapping)
+                part = opened.get_slice(name)
+                each = 4 if "F" in part.get_dtype() else 8
+                found += FileRoom.bytes_with(each * math.prod(part.get_shape()))
+    return found
 
 
 def _require_whole(facts: ModelFacts, info: Mapping[str, Any], may_be_new: Collection[str]) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from brimful.hardware.process_settings import give_back_freed_memory
 from brimful.models.packed.recompute import call_recomputed_within
 from brimful.models.packed.weight_stores import FileStore, HostStore, Store
 
@@ -31,6 +32,8 @@ from brimful.models.packed.weight_stores import FileStore, HostStore, Store
 READ, TRAINED = 2, 3
 #: Bytes that a parameter starts at a multiple of.
 _ALIGNMENT = 256
+#: Bytes of weights that are moved before the host gives back what they had.
+_GIVEN_BACK_BYTES = 1 << 28
 
 
 def own_parameters(layers: nn.ModuleList) -> list[list[nn.Parameter]]:
@@ -54,11 +57,14 @@ def move_all_but(model: nn.Module, layers: nn.ModuleList, device: torch.device) 
             module._buffers[name] = buffer.to(device)
 
 
-def end_streaming(model: Any) -> None:
-    """Give a model whose layers were streamed its weights back, in host memory. Others are left alone."""
+def end_streaming(model: Any, *, moved: bool = True) -> None:
+    """Give a model whose layers were streamed its weights back, in host memory. Others are left alone.
+
+    moved: as of `StreamedLayers.remove`.
+    """
     streamed = getattr(model, "streamed_layers", None)
     if streamed is not None:
-        streamed.remove()
+        streamed.remove(moved=moved)
         model.streamed_layers = None
 
 
@@ -99,14 +105,24 @@ class StreamedLayers:
         depth = range(len(self.parameters))
         # Views are made here: those of an inference pass cannot be parameters.
         self._here = [self._views(number, self.pieces[number % len(self.pieces)]) for number in depth]
-        self._home = [self._views(number, self._store.home(number)) for number in depth]
-        for parameters, views in zip(self.parameters, self._home, strict=True):
-            for parameter, view in zip(parameters, views, strict=True):
-                parameter.data = view.copy_(parameter.data)
+        self._home = self._moved_home()
         self._hooks = []
         for number, layer in enumerate(layers):
             self._hooks.append(layer.register_forward_pre_hook(self._before(number)))
             self._hooks.append(layer.register_forward_hook(self._after(number), always_call=True))
+
+    def _moved_home(self) -> list[list[Tensor]]:
+        """Move weights to where they are kept, layer after layer, and give back what they had. Return their views."""
+        homes, moved = list[list[Tensor]](), 0
+        for number, parameters in enumerate(self.parameters):
+            homes.append(self._views(number, self._store.home(number)))
+            for parameter, view in zip(parameters, homes[-1], strict=True):
+                parameter.data = view.copy_(parameter.data)
+            moved += self._places[number][1]
+            if moved > _GIVEN_BACK_BYTES or number == len(self.parameters) - 1:
+                give_back_freed_memory()
+                moved = 0
+        return homes
 
     def recompute(self) -> None:
         """Have all layers computed again in the backward pass, their weights there until it is through."""
@@ -116,14 +132,15 @@ class StreamedLayers:
             around = partial(self._backward_turn, number)
             changed._gradient_checkpointing_func = partial(call_recomputed_within, around)
 
-    def remove(self) -> None:
-        """Take the hooks off: weights are where they are kept, in memory of their own."""
+    def remove(self, *, moved: bool = True) -> None:
+        """Take the hooks off. moved: to memory of their own; otherwise weights stay where they are kept, until they are
+        streamed again."""
         for hook in self._hooks:
             hook.remove()
         self.settle()
         for parameters, views in zip(self.parameters, self._home, strict=True):
             for parameter, view in zip(parameters, views, strict=True):
-                parameter.data = view.clone()
+                parameter.data = view.clone() if moved else view
 
     @property
     def is_due(self) -> bool:

@@ -6,8 +6,6 @@ is what was kept.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from brimful.hardware.file_memory import weights_file
 
 #: Pieces of a file in pinned memory, on their way to the device, and on their way back.
 _STAGED, _LEAVING = 3, 2
@@ -49,13 +49,17 @@ class Store(Protocol):
 
 
 class HostStore:
-    """Pieces in host memory, pinned for a GPU."""
+    """Pieces in host memory, pinned for a GPU: each is taken when it is first asked for, and what it is filled from can
+    go before the next is."""
 
     def __init__(self, sizes: Sequence[int], pinned: bool) -> None:
-        self._homes = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+        self._sizes, self._pinned = sizes, pinned
+        self._homes: dict[int, Tensor] = {}
 
     def home(self, number: int) -> Tensor:
         """As `Store` has it."""
+        if number not in self._homes:
+            self._homes[number] = torch.empty(self._sizes[number], dtype=torch.uint8, pin_memory=self._pinned)
         return self._homes[number]
 
     def take(self, number: int, following: int | None) -> Tensor:
@@ -82,7 +86,7 @@ class FileStore:
 
     def __init__(self, sizes: Sequence[int], pinned: bool, folder: Path) -> None:
         self._sizes, self._pinned = sizes, pinned
-        self._homes: list[Tensor] = list(unnamed_file(folder, sum(sizes)).split(list(sizes)))
+        self._homes: list[Tensor] = list(weights_file(folder, sum(sizes)).split(list(sizes)))
         self._buffers = self._pieces(_STAGED)
         self._copied: list[Any] = [None] * _STAGED
         self._reading: dict[int, tuple[int, Future[Tensor]]] = {}
@@ -151,18 +155,6 @@ class FileStore:
         if event is not None:
             event.synchronize()
         self._homes[number][: len(buffer)].copy_(buffer)
-
-
-def unnamed_file(folder: Path | None, num_bytes: int) -> Tensor:
-    """Bytes, all 0, of a file that has no name any more, mapped into memory. folder: None for the system's.
-
-    The disk has room for them: a process that writes where it has none is killed. Raises: OSError.
-    """
-    with tempfile.NamedTemporaryFile(dir=folder, prefix="brimful-weights-") as file:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
-        file.truncate(num_bytes)
-        return torch.from_file(file.name, shared=True, size=num_bytes, dtype=torch.uint8)
 
 
 def _copied(to: Tensor, piece: Tensor, stream: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 from brimful.core.atomic_files import FULL, free_bytes, lock_folder, path_text
 from brimful.core.errors import DiskFullError, OptionError, OutputError, first_line
 from brimful.core.units import bytes_text
-from brimful.models.packed.weight_stores import unnamed_file
+from brimful.hardware.file_memory import unnamed_file
 from brimful.step.state import ParameterState, Part
 from brimful.step.updates.own_state import Own
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from brimful.hardware.process_settings import give_back_freed_memory
 from brimful.hardware.ranks import Ranks
 from brimful.models.fsdp_hooks import is_of_fsdp
 from brimful.models.model_stats import layers_of, linear_parameters
@@ -173,3 +174,4 @@ def _cut(
                 module.set_unshard_in_backward(False)  # type: ignore[operator]  # its gradient is of ids alone
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
+    give_back_freed_memory()  # the whole weights that each process had loaded

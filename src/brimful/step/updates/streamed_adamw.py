@@ -26,10 +26,10 @@ from torch import Tensor
 
 from brimful.core.errors import MemoryFullError, OptionError, first_line, printable
 from brimful.core.units import bytes_text
+from brimful.hardware.file_memory import unnamed_file
 from brimful.hardware.memory import is_out_of_memory
 from brimful.measurement.memory import Kept
 from brimful.models.packed.streamed_layers import StreamedLayers, end_streaming
-from brimful.models.packed.weight_stores import unnamed_file
 from brimful.step.state import StepState
 from brimful.step.updates import bucketed_adamw
 from brimful.step.updates.bucketed_adamw import BucketedAdamW
