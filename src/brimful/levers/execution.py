@@ -108,8 +108,6 @@ class ExecutionMode(Lever):
                 return Verdict(ok=False, because="masks of attention could not be drawn again in a graph")
         if assembly.lever(Packing).packed:
             return assembly.fact(kernels_of).variable_length
-        if assembly.training and assembly.lever(Packing).equivalence.draws_in_training:
-            return Verdict(ok=False, because="a graph would freeze the random numbers that the model draws on the host")
         shapes = repeats_shapes(assembly)
         if not shapes.ok:
             return shapes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -125,13 +126,15 @@ def test_layers_that_are_left_out_at_random_cannot_where_they_are() -> None:
     assert how_recorded(model, 64, training=False).why_not is None
 
 
-def test_what_draws_on_the_host_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("draw", [lambda: np.random.permutation(4), random.random, lambda: torch.rand([]) < 0.5])
+def test_what_draws_on_the_host_cannot(draw: Callable[[], Any]) -> None:
     model = FAMILIES["bert"].model()
-    forward = type(model.bert).forward
-
-    def drawing(self: Any, *args: Any, **kwargs: Any) -> Any:
-        np.random.permutation(4)
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(model.bert), "forward", drawing)
+    model.bert.encoder.layer[0].register_forward_hook(lambda *given: [draw(), given[2]][1])
     assert how_recorded(model, 64, training=True).why_not == "the host draws random numbers in each pass"
+
+
+def test_what_draws_on_the_device_can() -> None:
+    """A graph draws anew at each replay."""
+    model = FAMILIES["bert"].model()
+    model.bert.encoder.layer[0].register_forward_hook(lambda *given: given[2] + torch.rand_like(given[2]))
+    assert how_recorded(model, 64, training=True) == Recording()

@@ -78,7 +78,7 @@ class Equivalence:
     packed: it may run packed, in `form`. independent: rows of a batch do not influence one another, in eval mode.
     alike_independent: rows of one length do not, which have no padding.
     mixes_in_training: in train mode they do. draws_in_training: it draws random numbers besides dropout, such as
-    LayerDrop's, which differ from one part of a batch to the next, and which a captured graph would freeze.
+    LayerDrop's, which differ from one part of a batch to the next.
     *_error: measured relative differences, None where the check did not get that far; kernel_error and float8_error are
     in units of the tolerance. half_weights: Linear weights may be stored in half precision.
     recorded: on a GPU, our kernels cover the layers, whose code can be recorded: they cost no compilation.

@@ -71,6 +71,8 @@ def how_recorded(
     if host_multiplies_experts(small):
         return Recording(why_not="the host must read how many tokens each expert has, but for products in bf16")
     try:
+        with torch.no_grad():  # once, as some change themselves in their first pass
+            PaddedModel(small, attention)(_batches(small.config, max_length)[0])
         before = _host_streams()
         why_not = _why_the_host(small, None, max_length, attention)
         if _host_streams() != before:
@@ -202,6 +204,8 @@ def _left_out_at_random(model: nn.Module) -> str | None:
 
 
 def _host_streams() -> tuple[object, ...]:
-    """State of the streams that host code draws from, other than torch's: that one draws nothing for such tensors."""
+    """State of the streams that host code draws from. What torch draws for tensors without numbers is not among it: a
+    graph has the device draw that at each replay."""
     kind, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), kind, keys.tobytes(), *rest  # type: ignore[union-attr]
+    own = torch.default_generator.get_state().numpy().tobytes()
+    return random.getstate(), own, kind, keys.tobytes(), *rest  # type: ignore[union-attr]
