@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,7 @@ def how_recorded(
     if host_multiplies_experts(small):
         return Recording(why_not="the host must read how many tokens each expert has, but for products in bf16")
     try:
-        with torch.no_grad():  # once, as some change themselves in their first pass
+        with torch.no_grad(), suppress(Exception):  # once, as some change themselves in their first pass
             PaddedModel(small, attention)(_batches(small.config, max_length)[0])
         before = _host_streams()
         why_not = _why_the_host(small, None, max_length, attention)
