@@ -137,11 +137,14 @@ def _save(folder: Path, work: Work, tokenizer: Any) -> None:
 
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_config(_config(work, tokenizer))
-    tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    tokenizer.bos_token, tokenizer.eos_token = "[CLS]", "[SEP]"  # Trainer sets the configuration's to these
     temporary = folder.with_suffix(".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
+    file = temporary / "tokenizer_config.json"
+    given = json.loads(file.read_text("utf-8")) | {"model_input_names": ["input_ids", "attention_mask"]}
+    file.write_text(json.dumps(given), "utf-8")
     temporary.replace(folder)
 
 
