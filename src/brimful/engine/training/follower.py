@@ -22,7 +22,7 @@ from brimful.data.batches.batch import Batch
 from brimful.data.batches.prefetch import Feed
 from brimful.engine.assemble import Built, build
 from brimful.engine.fitted_step import FittedStep
-from brimful.engine.inference import evaluating, evaluation_forward, predict, send_part
+from brimful.engine.inference import evaluating, evaluation_forward, predict, send_part, timed
 from brimful.engine.learning import resumed
 from brimful.engine.prepare import Prepared, prepare
 from brimful.engine.signals import passing_on
@@ -56,7 +56,7 @@ def follow(options: TrainOptions, device: torch.device, ranks: Ranks) -> Run:
 
 def _take_part(options: TrainOptions, device: torch.device, ranks: Ranks) -> None:
     callbacks, precision, phases = Callbacks(), choose_precision(options.precision, device), Phases()
-    phases.heard = ranks.pulse.enter
+    ranks.pulse.follow(phases)
     phases.enter("data")
     found = RunFolder(Path(options.output)).read() if options.resume else None
     if found is not None:
@@ -151,7 +151,8 @@ class _Follower:
         if self._parts is None:
             assert self._ranks.watch is not None
             folder = RunFolder(Path(self._options.output)).checkpoints
-            self._parts = PartWriter(folder, self._ranks.rank, self._ranks.count, self._ranks.watch.board())
+            watch, pulse = self._ranks.watch, self._ranks.pulse
+            self._parts = PartWriter(folder, pulse, self._ranks.count, watch.board())
         try:
             state = self._built.step.state()
         except (DiskFullError, OutputError) as error:  # of another disk
@@ -189,8 +190,8 @@ class _Follower:
             if not step.update.gathers_weights:
                 send_part(self._forward, evaluation.tokens, self._ranks)
                 return
-            for _ in predict(self._forward, evaluation.tokens):  # all take part in each pass
-                self._ranks.pulse.move()
+            for _ in timed(predict(self._forward, evaluation.tokens), self._ranks):  # all take part in each pass
+                pass
 
     def _name_rows(self, number: int) -> None:
         """Send the rows of a skipped step whose loss was not finite."""

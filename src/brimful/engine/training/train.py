@@ -92,7 +92,8 @@ def train(
             place, device, note=callbacks.note, asked=asked_of(options, device), tensor_parallel=options.tensor_parallel
         ) as ranks,
     ):
-        ranks.pulse.hang_s, phases.heard = options.hang_timeout, ranks.pulse.enter
+        ranks.pulse.hang_s = options.hang_timeout
+        ranks.pulse.follow(phases)
         ranks.pulse.input_s = options.hang_timeout * (1 if options.transform is None else _MORE_FOR_TRANSFORMS)
         if not (ranks.leads or options.dry_run):
             return follow(options, device, ranks)
