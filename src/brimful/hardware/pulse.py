@@ -52,8 +52,8 @@ class Beat:
     waiting: whether it does now. idle_s: since it last got on. limit_s: most of that in this phase. where: line of code
     that it is at, if it has been there for a while. told: signal to stop that it was sent, for the leader. ended:
     whether it has done its part. warnings: that it has for the terminal. tokens, rows, steps_s, waited_s: of its steps
-    so far, seconds in all and in waiting. sent_s, hidden_s: of `Traffic` within them; 0 where it is not seen.
-    in_pieces: whether it works on pieces as `Pulse.pieces` has them.
+    so far but the first, seconds in all and in waiting. sent_s, hidden_s: of `Traffic` within them; 0 where it is not
+    seen. in_pieces: whether it works on pieces as `Pulse.pieces` has them.
     """
 
     rank: int
@@ -153,9 +153,14 @@ class Pulse:
         self.phase = phase
 
     def begin(self, step: int, *, tokens: int = 0, rows: int = 0) -> None:
-        """Say that a step begins, on so many tokens and rows of this process's own. The first takes its time."""
+        """Say that a step begins, on so many tokens and rows of this process's own.
+
+        The first takes its time, and is not counted.
+        """
         self.enter("steps" if self.step else "capture")
-        self.step, self.tokens, self.rows = step, self.tokens + tokens, self.rows + rows
+        if self.step:
+            self.tokens, self.rows = self.tokens + tokens, self.rows + rows
+        self.step = step
 
     def await_input(self) -> None:
         """Say that the next batch is waited for."""

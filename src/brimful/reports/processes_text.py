@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from brimful.core.errors import printable
 from brimful.core.records import Processes
@@ -15,9 +15,12 @@ COLUMNS = ("Process", "Rows", "Tokens", "Tokens per second", "Waiting", "Communi
 def processes_text(found: Processes) -> str:
     """One line: how even the shares were, and how long processes waited for one another."""
     said = [f"{len(found.each)}, the one with the most tokens of a batch has {found.imbalance:.3f} of the mean"]
-    waits = [each.waited_s / each.steps_s for each in found.each if each.steps_s]
+    rates = [each.tokens_per_s for each in found.each if each.tokens_per_s is not None]
+    if rates:
+        said.append(f"{_span(rates, count_text)} tokens/s each")
+    waits = [each.waited_s / each.steps_s for each in found.each if each.steps_s and each.waited_s is not None]
     if waits:
-        said.append(f"they waited for others {_span(waits)} of their steps")
+        said.append(f"they waited for others {_span(waits, share_text)} of their steps")
     sent = sum(each.sent_s or 0.0 for each in found.each)
     if sent:
         hidden = sum(each.hidden_s or 0.0 for each in found.each)
@@ -25,8 +28,8 @@ def processes_text(found: Processes) -> str:
     return "; ".join(said)
 
 
-def _span(shares: Sequence[float]) -> str:
-    least, most = share_text(min(shares)), share_text(max(shares))
+def _span(values: Sequence[float], text: Callable[[float], str]) -> str:
+    least, most = text(min(values)), text(max(values))
     return most if least == most else f"{least} to {most}"
 
 
@@ -34,13 +37,12 @@ def processes_rows(found: Processes) -> list[tuple[str, ...]]:
     """Rows of a table, a process each, under `COLUMNS`."""
     rows: list[tuple[str, ...]] = []
     for rank, each in enumerate(found.each):
-        rate = each.tokens / each.steps_s if each.steps_s else None
         rows.append(
             (
                 f"{rank}: {printable(each.host, 60)}, {each.device}",
                 f"{each.samples:,}",
                 f"{each.tokens:,}",
-                "" if rate is None else count_text(rate),
+                "not known" if each.tokens_per_s is None else count_text(each.tokens_per_s),
                 _share(each.waited_s, each.steps_s),
                 _share(each.sent_s, each.steps_s),
                 _share(each.hidden_s, each.sent_s),

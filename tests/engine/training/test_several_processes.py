@@ -79,6 +79,8 @@ def test_two_learn_what_one_does(files: Path, tmp_path: Path) -> None:
     assert max(tokens) < 1.1 * min(tokens)
     assert 1 <= work["imbalance"] < 1.2
     assert sum(each["samples"] for each in work["each"]) == 2 * 67
+    for each in work["each"]:  # the first step is not timed
+        assert 0.8 * each["tokens"] < each["tokens_per_s"] * each["steps_s"] < each["tokens"]
     assert all(0 <= each["waited_s"] < each["steps_s"] for each in work["each"])  # each was asked at the end
     seen = [each for each in work["each"] if each["sent_s"] is not None]
     assert all(0 <= each["hidden_s"] <= each["sent_s"] for each in seen)
