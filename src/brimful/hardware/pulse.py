@@ -19,6 +19,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from brimful.core.phases import Phases
+from brimful.core.records import PeakMemory
 from brimful.hardware.traffic import Traffic
 
 #: Seconds without progress in a step after which a process is taken to hang, unless its steps take longer.
@@ -53,7 +54,8 @@ class Beat:
     that it is at, if it has been there for a while. told: signal to stop that it was sent, for the leader. ended:
     whether it has done its part. warnings: that it has for the terminal. tokens, rows, steps_s, waited_s: of its steps
     so far but the first, seconds in all and in waiting. sent_s, hidden_s: of `Traffic` within them; 0 where it is not
-    seen. in_pieces: whether it works on pieces as `Pulse.pieces` has them.
+    seen. in_pieces: whether it works on pieces as `Pulse.pieces` has them. peak_bytes, limit_bytes: of its memory, None
+    until it was asked.
     """
 
     rank: int
@@ -78,6 +80,8 @@ class Beat:
     sent_s: float = 0.0
     hidden_s: float = 0.0
     in_pieces: bool = False
+    peak_bytes: PeakMemory | None = None
+    limit_bytes: int | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -85,7 +89,9 @@ class Beat:
     @classmethod
     def from_json(cls, text: str | bytes) -> Beat:
         given = json.loads(text)
-        return cls(**given | {"warnings": tuple(given["warnings"])})
+        peak = given["peak_bytes"]
+        peak = None if peak is None else PeakMemory(**peak)
+        return cls(**given | {"warnings": tuple(given["warnings"]), "peak_bytes": peak})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +137,8 @@ class Pulse:
         self.told: int | None = None
         self.ended = False
         self.warnings: tuple[str, ...] = ()
+        self.peak_bytes: PeakMemory | None = None
+        self.limit_bytes: int | None = None
         self.tokens, self.rows, self.traffic = 0, 0, Traffic()
         self._steps_s, self._waited_s, self._longest_s = 0.0, 0.0, 0.0
         self._sent_s, self._blocked_s, self._traffic_by_now = 0.0, 0.0, (0.0, 0.0)
@@ -282,6 +290,8 @@ class Pulse:
             sent_s=self._sent_s,
             hidden_s=max(0.0, self._sent_s - self._blocked_s),
             in_pieces=self._piece_limits is not None,
+            peak_bytes=self.peak_bytes,
+            limit_bytes=self.limit_bytes,
         )
 
     @property

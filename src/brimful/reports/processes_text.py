@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from brimful.core.errors import printable
-from brimful.core.records import Processes
-from brimful.core.units import count_text, share_text
+from brimful.core.records import Processes, ProcessWork
+from brimful.core.units import bytes_text, count_text, share_text
 
 #: Heads of the columns of `processes_rows`.
-COLUMNS = ("Process", "Rows", "Tokens", "Tokens per second", "Waiting", "Communication", "of it hidden")
+COLUMNS = ("Process", "Rows", "Tokens", "Tokens per second", "Waiting", "Communication", "of it hidden", "Peak memory")
 
 
 def processes_text(found: Processes) -> str:
@@ -25,7 +25,30 @@ def processes_text(found: Processes) -> str:
     if sent:
         hidden = sum(each.hidden_s or 0.0 for each in found.each)
         said.append(f"{share_text(hidden / sent)} of the time of sums is hidden")
+    if (rank := nearest_limit(found)) is not None:
+        each = found.each[rank]
+        what = "had the most memory" if each.limit_bytes is None else "came the nearest to its memory's limit"
+        said.append(f"process {rank} {what}: {_memory(each)}")
     return "; ".join(said)
+
+
+def nearest_limit(found: Processes) -> int | None:
+    """Return the process whose memory was the fullest, by shares of limits, or by bytes; None where none is known."""
+    full = [_used(each) / (each.limit_bytes or 1) for each in found.each]
+    return full.index(max(full)) if any(full) else None
+
+
+def _used(each: ProcessWork) -> int:
+    """Bytes of a process, by the driver, else by torch, on a CPU what was resident; 0 where nothing is known."""
+    peak = each.peak_bytes
+    return 0 if peak is None else peak.nvml or peak.reserved or peak.resident or 0
+
+
+def _memory(each: ProcessWork) -> str:
+    used = _used(each)
+    if not used:
+        return "not known"
+    return bytes_text(used) + ("" if each.limit_bytes is None else f" of {bytes_text(each.limit_bytes)}")
 
 
 def _span(values: Sequence[float], text: Callable[[float], str]) -> str:
@@ -46,6 +69,7 @@ def processes_rows(found: Processes) -> list[tuple[str, ...]]:
                 _share(each.waited_s, each.steps_s),
                 _share(each.sent_s, each.steps_s),
                 _share(each.hidden_s, each.sent_s),
+                _memory(each),
             )
         )
     return rows

@@ -80,6 +80,7 @@ def test_two_learn_what_one_does(files: Path, tmp_path: Path) -> None:
     assert 1 <= work["imbalance"] < 1.2
     assert sum(each["samples"] for each in work["each"]) == 2 * 67
     for each in work["each"]:  # the first step is not timed
+        assert each["peak_bytes"]["resident"] > 1 << 26
         assert 0.8 * each["tokens"] < each["tokens_per_s"] * each["steps_s"] < each["tokens"]
     assert all(0 <= each["waited_s"] < each["steps_s"] for each in work["each"])  # each was asked at the end
     seen = [each for each in work["each"] if each["sent_s"] is not None]

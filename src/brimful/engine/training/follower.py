@@ -33,6 +33,7 @@ from brimful.engine.training.run_folder import RunFolder
 from brimful.engine.training.same_path import check_seen, on_path, options_of
 from brimful.hardware.ranks import Ranks, digest
 from brimful.levers.precision import choose_precision
+from brimful.measurement.memory import MemoryWatch
 from brimful.step.recovery import out_of_memory_text
 from brimful.step.step import Pending
 
@@ -88,6 +89,7 @@ class _Follower:
         self._begun_at = 0
         self._full: MemoryFullError | None = None  # in a step, of all processes
         self._parts: PartWriter | None = None
+        self._memory = MemoryWatch(built.step.device, built.step.memory, limit=options.memory_limit)
 
     def run(self) -> None:
         """Do what one order after another says, until the end."""
@@ -135,6 +137,8 @@ class _Follower:
         elif order == Order.STATE:
             self._write_part(*divmod(number, 2))
         elif order == Order.WORK:
+            pulse = self._ranks.pulse
+            pulse.peak_bytes, pulse.limit_bytes = self._memory.peak(), self._memory.limit_bytes
             self._ranks.send_beat()
         elif order == Order.LOAD:
             self._load(number)
@@ -180,13 +184,15 @@ class _Follower:
         pending = self._fitted.run(batch)
         self._built.source.layout = self._fitted.layout
         self._steps.append((number, pending))
+        self._memory.look_beside()
 
     def _evaluate(self) -> None:
         evaluation = self._prepared.evaluation
         assert evaluation is not None
         self._ranks.pulse.enter("evaluation")
         step = self._built.step
-        with evaluating(self._built.model), step.update.reading(), step.with_others():
+        memory = self._memory.phases.phase("evaluation")
+        with memory, evaluating(self._built.model), step.update.reading(), step.with_others():
             if not step.update.gathers_weights:
                 send_part(self._forward, evaluation.tokens, self._ranks)
                 return

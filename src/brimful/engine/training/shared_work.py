@@ -54,6 +54,8 @@ class SharedWork:
                 tokens_per_s=beat.tokens / beat.steps_s if beat.steps_s else None,
                 sent_s=beat.sent_s or None,
                 hidden_s=beat.hidden_s if beat.sent_s else None,
+                peak_bytes=beat.peak_bytes,
+                limit_bytes=beat.limit_bytes,
             )
             for beat in beats
         )
