@@ -95,9 +95,13 @@ def test_two_learn_what_one_does(files: Path, tmp_path: Path) -> None:
 
 
 def test_a_plan_of_two(files: Path, tmp_path: Path) -> None:
-    both = start(tmp_path / "logs", *words(files, tmp_path / "run", "--dry-run"))
+    micro = ("--per-device-batch-size", "4", "--gradient-accumulation-steps", "2")
+    both = start(tmp_path / "logs", *words(files, tmp_path / "run", "--dry-run", *micro))
     assert both.results() == [0, 0]
     assert "processes" in both.said(0)
+    said = " ".join(both.said(0).split())
+    assert "the effective batch is 4 x 2 = 8 rows of all 2 processes together" in said
+    assert "transformers has 16, which is --batch-size 16 here" in said
     assert not (tmp_path / "run").exists()
 
 

@@ -123,8 +123,9 @@ class TrainOptions:
     batch_size: int = 32
     """Effective batch size: samples per optimizer step, however it is split into micro-batches."""
     per_device_batch_size: int | None = None
-    """Most rows of a micro-batch; the effective batch is this times --gradient-accumulation-steps. Also accepted as
-    transformers' --per-device-train-batch-size. Default: as many as --token-budget holds."""
+    """Most rows of a micro-batch; the effective batch is this times --gradient-accumulation-steps, of all processes
+    together (transformers multiplies by their number). Also accepted as transformers' --per-device-train-batch-size.
+    Default: as many as --token-budget holds."""
     gradient_accumulation_steps: int | None = None
     """Micro-batches of --per-device-batch-size rows in an effective batch. Default: 1 with it."""
     learning_rate: float | None = None
