@@ -114,12 +114,13 @@ def test_killed_and_stopped(sent: signal.Signals, rank: int, why: str, phase: st
     output, reached = tmp_path / "run", tmp_path / "reached"
 
     def pause() -> None:
+        time.sleep(1.0)  # for a sign of life from here
         reached.touch()
         sleep()
 
     ask, harm = words(files, output, *LONG), at_call(Forward, "submit", 9, pause)
     if phase == "evaluation":
-        ask += ["--eval-split", "0.3", "--eval-steps", "2"]
+        ask += ["--eval-split", "0.3", "--eval-steps", "2", "--hang-timeout", "6"]
     three = start(tmp_path / "logs", ask, count=3, where=rank if phase == "evaluation" else -1, harm=harm)
     wait_for(lambda: len(checkpoints(output)) > 1 and (phase == "any" or reached.exists()))
     os.kill(three.pids[rank], sent)
