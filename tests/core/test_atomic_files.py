@@ -67,6 +67,24 @@ def test_write_chunks_tells_what_it_wrote(tmp_path: Path) -> None:
     assert written == atomic_files.Written(num_bytes=10, sha256=hashlib.sha256(content).hexdigest())
 
 
+def test_write_chunks_tells_of_each_and_syncs_so_many_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    fsync = os.fsync
+
+    def counted(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_size)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", counted)
+    monkeypatch.setattr(atomic_files, "_SYNC_BYTES", 5)
+    told: list[int] = []
+    atomic_files.write_chunks(tmp_path / "file", [b"123"] * 5, progress=lambda: told.append(1))
+    assert len(told) == 5
+    assert synced[:3] == [6, 12, 15]
+
+
 def test_a_file_holds_what_was_written_and_no_more(tmp_path: Path) -> None:
     path = tmp_path / "file"
     assert not atomic_files.holds(path, atomic_files.Written(num_bytes=0, sha256=""))

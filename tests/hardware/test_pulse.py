@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from brimful.core.phases import Phases
 from brimful.hardware.pulse import Beat, Lost, Pulse, lost
 from brimful.hardware.watch import Watch
 
@@ -151,6 +152,79 @@ def test_a_pulse_knows_where_it_is() -> None:
     pulse.pardon(100.0)
     assert pulse.beat().idle_s < 0
     assert Beat.from_json(beat.to_json()) == beat
+
+
+def test_work_in_pieces_has_the_time_of_its_longest_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("brimful.hardware.pulse.time", SimpleNamespace(monotonic=lambda: now[0]))
+    pulse, phases = Pulse(1), Phases()
+    pulse.follow(phases)
+
+    def judged(idle_s: float) -> str | None:
+        now[0] += idle_s
+        lost = found({**beats(WAITS), 1: pulse.beat()})
+        now[0] -= idle_s
+        return None if lost is None else lost.why
+
+    phases.enter("evaluation")
+    assert judged(500.0) is None
+    with pulse.pieces(first_s=60.0):
+        assert judged(59.0) is None
+        assert "has not got on for 61.0 s" in str(judged(61.0))
+        now[0] += 0.1
+        pulse.end_piece()
+        assert "has not got on for 9.0 s" in str(judged(9.0))
+        now[0] += 2.0
+        pulse.end_piece()
+        assert judged(19.0) is None
+        assert judged(21.0) is not None
+    assert judged(500.0) is None  # metrics
+    phases.enter("tokens")
+    with phases.pieces():
+        assert judged(299.0) is None
+        assert judged(301.0) is not None
+        phases.end_piece()
+        assert judged(59.0) is None
+        assert judged(61.0) is not None
+
+
+def test_a_window_is_as_soon_missed_as_a_step() -> None:
+    windows = beats(WAITS, {"phase": "evaluation", "in_pieces": True}, WAITS)
+    assert found(windows, {1: 4.5}) is None
+    assert found(windows, {1: 5.0}) is not None
+    assert found(beats(WAITS, {"phase": "evaluation"}, WAITS), {1: 5.0}) is None  # metrics may hold Python's lock
+
+
+def test_a_file_that_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that writes it is stuck, whatever the main one does."""
+    now = [100.0]
+    monkeypatch.setattr("brimful.hardware.pulse.time", SimpleNamespace(monotonic=lambda: now[0]))
+    pulse = Pulse(1)
+    with pulse.waiting(), pulse.writing() as progress:
+        now[0] += 119.0
+        assert found({**beats({}), 1: pulse.beat()}) is None
+        progress()
+        now[0] += 119.0
+        assert found({**beats({}), 1: pulse.beat()}) is None
+        now[0] += 2.0
+        stuck = found({**beats({}), 1: pulse.beat()})
+        assert "has not got on for 121.0 s, at writing a checkpoint" in str(stuck)
+        pulse.pardon(100.0)
+        assert found({**beats({}), 1: pulse.beat()}) is None
+    now[0] += 300.0
+    with pulse.waiting():
+        assert not found({**beats({}), 1: pulse.beat()})
+
+
+def test_a_main_thread_gets_on_with_the_file_it_waits_for() -> None:
+    pulse = Pulse()
+    pulse.enter("saving")
+    for phase, moves in (("saving", True), ("steps", False)):
+        pulse.phase = phase
+        with pulse.writing() as progress:
+            pulse.pardon(-50.0)
+            progress()
+            assert (pulse.beat().idle_s < 25) == moves
 
 
 def test_who_compiles_takes_its_time() -> None:

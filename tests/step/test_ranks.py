@@ -103,6 +103,22 @@ OF_OURS = [
     Case(fused=True, sharding="states", same_shapes=False),
 ]
 OF_OURS = OF_OURS if FUSED else []
+#: By processes: each task at every number, with what has to do with that number beside it.
+OF_COUNTS = {
+    2: CASES + OF_OURS + OF_WEIGHTS,
+    3: [
+        *(Case(), Case(kind="multi_label", tokens=48), Case(kind="regression", overlap=False)),
+        Case(sharding="states"),
+        Case(sharding="gradients"),
+        Case(sharding="gradients", adamw=True, half=True, frozen=True),
+    ],
+    4: [
+        *(Case(half=True), Case(), Case(kind="multi_label", packed=False), Case(kind="regression", frozen=True)),
+        Case(sharding="states", adamw=True, tokens=48, packed=False),
+        Case(sharding="gradients", adamw=True, tokens=48, packed=False),
+        OF_WEIGHTS[0],
+    ],
+}
 
 
 def trained(ranks: Ranks, case: Case, make: Callable[..., Step] = Step, rounds: int = 1) -> dict[str, Any]:
@@ -164,7 +180,8 @@ def part_of(
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_several_processes_learn_what_one_does(count: int, tmp_path: Path) -> None:
-    cases = {2: CASES + OF_OURS + OF_WEIGHTS, 3: CASES[1::3], 4: CASES[::3] + OF_WEIGHTS[:1]}[count]
+    cases = OF_COUNTS[count]
+    assert {case.kind for case in cases} == tasks().keys()
 
     def work(place: Place) -> list[dict[str, Any]]:
         with pytest.MonkeyPatch.context() as patch, joined(place, CPU) as ranks:

@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ Data: TypeAlias = bytes | bytearray | memoryview
 
 #: Names of files and folders that are being written.
 TEMPORARY = ".tmp-"
+#: Bytes after which a growing file is synced: what is left at its end takes no longer.
+_SYNC_BYTES = 1 << 30
 #: Name of a folder while another takes its place: `.old-model` was `model`.
 REPLACED = ".old-"
 #: File in a folder that the process writing into it holds locked.
@@ -72,15 +74,23 @@ def write_bytes(path: Path, data: Data) -> None:
     write_chunks(path, [data])
 
 
-def write_chunks(path: Path, chunks: Iterable[Data]) -> Written:
-    """Like `write_bytes` for content made piece by piece, hashed on its way."""
+def write_chunks(path: Path, chunks: Iterable[Data], *, progress: Callable[[], None] = lambda: None) -> Written:
+    """Like `write_bytes` for content made piece by piece, hashed on its way.
+
+    progress: called after each piece, and whenever so much is on the disk that a sync of the rest is short.
+    """
     temporary = temporary_path(path)
     with file_errors(path):
         file = GrowingFile(temporary)
         try:
             try:
+                unsynced = 0
                 for chunk in chunks:
-                    file.write(chunk)
+                    unsynced += file.write(chunk)
+                    if unsynced >= _SYNC_BYTES:
+                        file.sync()
+                        unsynced = 0
+                    progress()
                 written = file.sync()
             finally:
                 file.close()

@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 
 class Phases:
     """Seconds by phase. The phase entered last is running.
 
-    heard: called with the name of each phase that is entered.
+    heard: called with the name of each phase that is entered. pieces: a context of work on pieces alike, within which
+    end_piece is called after each.
     began: `time.perf_counter()` when the first phase, `start`, began; now unless given.
     """
 
@@ -23,6 +24,8 @@ class Phases:
         self._now, self._since = "start", time.perf_counter() if began is None else began
         self._seconds: dict[str, float] = {}
         self.heard: Callable[[str], None] = lambda _: None
+        self.pieces: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.end_piece: Callable[[], None] = lambda: None
 
     def enter(self, name: str) -> str:
         """Begin a phase; return the one that it ends."""

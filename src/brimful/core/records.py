@@ -206,19 +206,24 @@ class FirstBatch:
 class ProcessWork:
     """Work of one of several processes of a training, in its steps.
 
-    device: GPU of its host, or CPU. steps_s: seconds in steps. waited_s: of these, waiting for other processes, as far
-    as its host sees it. sent_s: in which gradients were on their way, those that come late waited for; hidden_s: of
-    these, beside other work. Both are by the clock of a GPU, and None with weights in parts, which torch sends.
+    device: GPU of its host, or CPU. steps_s: seconds in steps but the first. tokens_per_s: in these. waited_s: of
+    these, waiting for other processes, as far as its host sees it. sent_s: in which gradients were on their way, those
+    that come late waited for; hidden_s: of these, beside other work. Both are by the clock of a GPU, and None with
+    weights in parts, which torch sends. peak_bytes: of the process, once it has made its steps. limit_bytes: that it
+    may take, of --memory-limit or the GPU's; None on a CPU. None is also what a process has not said yet.
     """
 
     host: str
     device: str
     tokens: int
     samples: int
-    steps_s: float
-    waited_s: float
+    steps_s: float | None = None
+    waited_s: float | None = None
+    tokens_per_s: float | None = None
     sent_s: float | None = None
     hidden_s: float | None = None
+    peak_bytes: PeakMemory | None = None
+    limit_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

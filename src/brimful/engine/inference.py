@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from torch import nn
@@ -13,6 +14,7 @@ from brimful.core.records import OutOfMemory
 from brimful.data.batches.batch import PackedLayout, PaddedLayout
 from brimful.data.tokens.encoder import Tokens
 from brimful.engine.assemble import Assembled
+from brimful.hardware.pulse import CAPTURE_S, FIRST_PIECE_S
 from brimful.hardware.ranks import ALONE, Ranks
 from brimful.step.forward import Forward, LayoutForward, PendingLogits
 from brimful.step.graphs.captured_forward import PackedForward, PaddedForward
@@ -20,6 +22,8 @@ from brimful.step.graphs.captured_step import CapturedStep
 from brimful.tasks.evaluation import Evaluation
 from brimful.tasks.task import Task
 
+#: Numbers of rows, and their logits.
+Window: TypeAlias = tuple[np.ndarray, np.ndarray]
 #: Tokens of a packed pass on a GPU that fill it, if its memory holds as many.
 _PASS_TOKENS = 8192
 #: Tokens of padded rows that are laid out at once.
@@ -120,7 +124,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         restore_modes()
 
 
-def predict(forward: Forward, tokens: Tokens) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def predict(forward: Forward, tokens: Tokens) -> Iterator[Window]:
     """Numbers of the rows of each window and their (M, C) fp32 logits, the longest rows first. Rows without tokens are
     in none. The device works on a window while the one before is read."""
     pending: tuple[np.ndarray, PendingLogits] | None = None
@@ -132,6 +136,14 @@ def predict(forward: Forward, tokens: Tokens) -> Iterator[tuple[np.ndarray, np.n
         yield pending[0], pending[1].result()
 
 
+def timed(windows: Iterator[Window], ranks: Ranks) -> Iterator[Window]:
+    """Take windows of `predict` as pieces of work by which others see that this process gets on."""
+    with ranks.pulse.pieces(first_s=FIRST_PIECE_S if ranks.pulse.step else CAPTURE_S):
+        for window in windows:
+            ranks.pulse.end_piece()
+            yield window
+
+
 def predict_logits(forward: Forward, tokens: Tokens) -> np.ndarray:
     """(N, C) fp32 logits of all rows, in their order. NaN for no tokens."""
     logits_NC = np.full((len(tokens), forward.num_outputs), np.nan, dtype=np.float32)
@@ -140,14 +152,13 @@ def predict_logits(forward: Forward, tokens: Tokens) -> np.ndarray:
     return logits_NC
 
 
-def predict_together(forward: Forward, tokens: Tokens, ranks: Ranks) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def predict_together(forward: Forward, tokens: Tokens, ranks: Ranks) -> Iterator[Window]:
     """As `predict`, of rows that several processes share, of which this one leads: the others `send_part`."""
     if ranks.count == 1:
         yield from predict(forward, tokens)
         return
     mine = _part(tokens, ranks)
-    for rows, logits_MC in predict(forward, tokens.take(mine)):
-        ranks.pulse.move()
+    for rows, logits_MC in timed(predict(forward, tokens.take(mine)), ranks):
         yield mine[rows], logits_MC
     for sender in range(1, ranks.count):
         while len(rows := ranks.receive(sender)):
@@ -157,8 +168,7 @@ def predict_together(forward: Forward, tokens: Tokens, ranks: Ranks) -> Iterator
 def send_part(forward: Forward, tokens: Tokens, ranks: Ranks) -> None:
     """Compute this process's part of the rows, and send it to the one that leads."""
     mine = _part(tokens, ranks)
-    for rows, logits_MC in predict(forward, tokens.take(mine)):
-        ranks.pulse.move()
+    for rows, logits_MC in timed(predict(forward, tokens.take(mine)), ranks):
         ranks.send(mine[rows])
         ranks.send(logits_MC)
     ranks.send(mine[:0])

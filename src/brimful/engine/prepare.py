@@ -135,11 +135,12 @@ def prepare(
     order = Sampler(num_samples=len(read.training), batch_size=options.batch_size, seed=options.seed)
     length = _run_length(options, facts, alignment, order, before, callbacks)
     task, scale = _task(options, facts, alignment, read, before, callbacks)
-    with (phases or Phases()).during("tokens"):
-        training = _tokenized(read.training, alignment.space, encoder, options, callbacks, "training")
+    phases = phases or Phases()
+    with phases.during("tokens"), phases.pieces():
+        training = _tokenized(read.training, alignment.space, encoder, phases, callbacks, "training")
         evaluation = None
         if read.evaluation is not None:
-            evaluation = _tokenized(read.evaluation, alignment.space, encoder, options, callbacks, "evaluation")
+            evaluation = _tokenized(read.evaluation, alignment.space, encoder, phases, callbacks, "evaluation")
     report = _report(training, evaluation, max_length, read.num_empty, given=options.max_length is not None)
     report["sha256"] = sha256
     report["in_memory"] = [name for name in (options.data, options.eval_data) if name in (tables or {})]
@@ -277,14 +278,19 @@ def make_encoder(tokenizer: Any, facts: ModelFacts, max_length: int) -> Encoder:
 
 
 def _tokenized(
-    examples: Examples, space: LabelSpace, encoder: Encoder, options: TrainOptions, callbacks: Callbacks, name: str
+    examples: Examples, space: LabelSpace, encoder: Encoder, phases: Phases, callbacks: Callbacks, name: str
 ) -> Part:
     callbacks.stage(f"tokenising {len(examples):,} rows for {name}")
+
+    def progress(done: int) -> None:
+        phases.end_piece()
+        callbacks.count(done, len(examples))
+
     tokens = tokenize(
         encoder,
         examples.texts,
         examples.pairs,
-        progress=lambda done: callbacks.count(done, len(examples)),
+        progress=progress,
         place=examples.place,
         warn=callbacks.warning,
     )

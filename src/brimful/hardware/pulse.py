@@ -12,12 +12,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
+from brimful.core.phases import Phases
+from brimful.core.records import PeakMemory
 from brimful.hardware.traffic import Traffic
 
 #: Seconds without progress in a step after which a process is taken to hang, unless its steps take longer.
@@ -29,9 +31,15 @@ _SILENT = 0.6
 _SILENT_ELSEWHERE_S, _MISSED_S = 30.0, 1.5
 #: Times the longest wait so far that a step may take.
 _MARGIN = 10.0
-#: Limits of work that is not a step; two are for compilation and capture.
-_LIMITS_S = {"capture": 900.0, "evaluation": 600.0}
+#: Limits of work that is not a step, as a whole: compilation and capture, metrics of an evaluation and what is told of
+#: it, and what a checkpoint takes besides its files.
+CAPTURE_S = 900.0
+_LIMITS_S = {"capture": CAPTURE_S, "evaluation": 600.0, "saving": 600.0}
 _OTHER_LIMIT_S = 1800.0
+#: Limits of a first piece of work, before one was timed, and of a piece of a file: 1 GiB, and its way to the disk.
+FIRST_PIECE_S, _FILE_PIECE_S = 60.0, 120.0
+#: The same of 8,192 rows that are tokenised, which may be long.
+_MANY_ROWS_S = 300.0
 _STEPS = ("steps", "input")
 #: Modules whose code runs while something is compiled or captured.
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch.cuda.graphs", "triton")
@@ -45,7 +53,9 @@ class Beat:
     waiting: whether it does now. idle_s: since it last got on. limit_s: most of that in this phase. where: line of code
     that it is at, if it has been there for a while. told: signal to stop that it was sent, for the leader. ended:
     whether it has done its part. warnings: that it has for the terminal. tokens, rows, steps_s, waited_s: of its steps
-    so far, seconds in all and in waiting. sent_s, hidden_s: of `Traffic` within them; 0 where it is not seen.
+    so far but the first, seconds in all and in waiting. sent_s, hidden_s: of `Traffic` within them; 0 where it is not
+    seen. in_pieces: whether it works on pieces as `Pulse.pieces` has them. peak_bytes, limit_bytes: of its memory, None
+    until it was asked.
     """
 
     rank: int
@@ -69,6 +79,9 @@ class Beat:
     waited_s: float = 0.0
     sent_s: float = 0.0
     hidden_s: float = 0.0
+    in_pieces: bool = False
+    peak_bytes: PeakMemory | None = None
+    limit_bytes: int | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -76,7 +89,9 @@ class Beat:
     @classmethod
     def from_json(cls, text: str | bytes) -> Beat:
         given = json.loads(text)
-        return cls(**given | {"warnings": tuple(given["warnings"])})
+        peak = given["peak_bytes"]
+        peak = None if peak is None else PeakMemory(**peak)
+        return cls(**given | {"warnings": tuple(given["warnings"]), "peak_bytes": peak})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,13 +137,23 @@ class Pulse:
         self.told: int | None = None
         self.ended = False
         self.warnings: tuple[str, ...] = ()
+        self.peak_bytes: PeakMemory | None = None
+        self.limit_bytes: int | None = None
         self.tokens, self.rows, self.traffic = 0, 0, Traffic()
         self._steps_s, self._waited_s, self._longest_s = 0.0, 0.0, 0.0
         self._sent_s, self._blocked_s, self._traffic_by_now = 0.0, 0.0, (0.0, 0.0)
         self._depth, self._reads, self._count = 0, False, 0
+        self._piece_limits: tuple[float, float] | None = None  # of the first piece, and of others at least
+        self._longest_pieces: dict[str, float] = {}  # by phase
+        self._wrote: float | None = None  # when a thread that writes a file got on; None where none does
         self._thread = threading.get_ident()
         self._moved = time.monotonic()
         self._compiled = self._moved  # when it was last seen to compile
+
+    def follow(self, phases: Phases) -> None:
+        """Have phases say what this process does, and when a piece of it is done."""
+        phases.heard, phases.end_piece = self.enter, self.end_piece
+        phases.pieces = partial(self.pieces, first_s=_MANY_ROWS_S, least_s=FIRST_PIECE_S)
 
     def enter(self, phase: str) -> None:
         """Say what this process does from now on."""
@@ -136,9 +161,14 @@ class Pulse:
         self.phase = phase
 
     def begin(self, step: int, *, tokens: int = 0, rows: int = 0) -> None:
-        """Say that a step begins, on so many tokens and rows of this process's own. The first takes its time."""
+        """Say that a step begins, on so many tokens and rows of this process's own.
+
+        The first takes its time, and is not counted.
+        """
         self.enter("steps" if self.step else "capture")
-        self.step, self.tokens, self.rows = step, self.tokens + tokens, self.rows + rows
+        if self.step:
+            self.tokens, self.rows = self.tokens + tokens, self.rows + rows
+        self.step = step
 
     def await_input(self) -> None:
         """Say that the next batch is waited for."""
@@ -149,6 +179,8 @@ class Pulse:
         """Take no account of seconds in which no thread of this process ran."""
         self._moved += seconds
         self._compiled += seconds
+        if (wrote := self._wrote) is not None:
+            self._wrote = wrote + seconds
 
     def move(self) -> None:
         """Say that work got on."""
@@ -164,6 +196,41 @@ class Pulse:
                 self._waited_s += passed
             elif self.phase == "steps":
                 self._longest_s = max(self._longest_s, passed)
+
+    @contextmanager
+    def pieces(self, *, first_s: float = FIRST_PIECE_S, least_s: float = 0.0) -> Iterator[None]:
+        """Within, this process works on pieces alike, and tells the end of each by `end_piece`.
+
+        One may take ten times the longest so far of this phase, but at least `hang_s` and `least_s`. first_s: the same
+        of the first one.
+        """
+        self.move()
+        before, self._piece_limits = self._piece_limits, (first_s, least_s)
+        try:
+            yield
+        finally:
+            self.move()
+            self._piece_limits = before
+
+    def end_piece(self) -> None:
+        """Say that a piece of the work is done. What it took to compile is not counted."""
+        passed = time.monotonic() - max(self._moved, self._compiled)
+        self._longest_pieces[self.phase] = max(self._longest_pieces.get(self.phase, 0.0), passed)
+        self.move()
+
+    @contextmanager
+    def writing(self) -> Iterator[Callable[[], None]]:
+        """Within, this thread writes files, whatever the main one does; what it gets is called after each piece."""
+        self._wrote = time.monotonic()
+        try:
+            yield self._write_on
+        finally:
+            self._wrote = None
+
+    def _write_on(self) -> None:
+        self._wrote = time.monotonic()
+        if self.phase == "saving":  # the main thread may wait for it
+            self.move()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -190,12 +257,14 @@ class Pulse:
     def beat(self) -> Beat:
         """Return the next sign of life."""
         self._count += 1
-        now, limit_s, where = time.monotonic(), self._limit_s(), None
-        idle_s = now - self._moved
-        if idle_s > self.hang_s / 2 and not self._waits:
+        now, limit_s, where, waits = time.monotonic(), self._limit_s(), None, self._waits
+        idle_s, wrote = now - self._moved, self._wrote
+        if wrote is not None and now - wrote > _FILE_PIECE_S:  # the main thread may wait for an order
+            idle_s, limit_s, where, waits = now - wrote, _FILE_PIECE_S, "writing a checkpoint", False
+        elif idle_s > self.hang_s / 2 and not waits:
             where, compiles = self._where()
             if compiles:
-                limit_s, self._compiled = max(limit_s, _LIMITS_S["capture"]), now
+                limit_s, self._compiled = max(limit_s, CAPTURE_S), now
             else:  # the rest of a step has its own time after a compilation
                 idle_s = min(idle_s, now - self._compiled)
         return Beat(
@@ -207,7 +276,7 @@ class Pulse:
             step=self.step,
             phase=self.phase,
             calls=self.calls,
-            waiting=self._waits,
+            waiting=waits,
             idle_s=idle_s,
             limit_s=limit_s,
             where=where,
@@ -220,6 +289,9 @@ class Pulse:
             waited_s=self._waited_s,
             sent_s=self._sent_s,
             hidden_s=max(0.0, self._sent_s - self._blocked_s),
+            in_pieces=self._piece_limits is not None,
+            peak_bytes=self.peak_bytes,
+            limit_bytes=self.limit_bytes,
         )
 
     @property
@@ -230,6 +302,9 @@ class Pulse:
         if self.phase in _STEPS:
             least_s = self.input_s if self.phase == "input" else self.hang_s
             return max(least_s, _MARGIN * self._longest_s)
+        if self._piece_limits is not None:
+            (first_s, least_s), longest_s = self._piece_limits, self._longest_pieces.get(self.phase)
+            return max(self.hang_s, first_s if longest_s is None else max(least_s, _MARGIN * longest_s))
         return max(self.hang_s, _LIMITS_S.get(self.phase, _OTHER_LIMIT_S))
 
     def _where(self) -> tuple[str | None, bool]:
@@ -283,7 +358,7 @@ def _gone(beat: Beat, silent_s: float, broken: bool, hang_s: float) -> str | Non
     said, state = f"no sign of life for {silent_s:.1f} s", _state(beat)
     if state == "gone":
         return "has ended"
-    in_steps = beat.phase in _STEPS or beat.waiting or broken
+    in_steps = beat.phase in _STEPS or (beat.in_pieces and beat.phase == "evaluation") or beat.waiting or broken
     limit_s = _SILENT * hang_s if in_steps or state == "stopped" else _SILENT_ELSEWHERE_S
     if state == "runs":  # and is starved, or holds Python's lock
         limit_s = max(limit_s, beat.limit_s)

@@ -379,6 +379,14 @@ class MemoryWatch:
         """Bytes that torch has reserved on a GPU, or that the process has resident; None where unknown."""
         return resident_bytes() if self._records is None else self._records.reserved()
 
+    @property
+    def limit_bytes(self) -> int | None:
+        """Bytes that the process may take on a GPU: its limit, or all that the GPU has; None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        return total if self._limit_bytes is None else min(total, self._limit_bytes)
+
     def peak(self) -> PeakMemory:
         """The peaks so far."""
         return self._of_host() if self._records is None else self._of_device(self._records)

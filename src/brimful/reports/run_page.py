@@ -25,7 +25,7 @@ from brimful.reports.classification_page import Chart
 from brimful.reports.evaluation_page import evaluation_tiles, evaluation_values
 from brimful.reports.memory_text import memory_names
 from brimful.reports.page import environment, render
-from brimful.reports.processes_text import COLUMNS, processes_rows
+from brimful.reports.processes_text import COLUMNS, nearest_limit, processes_rows
 from brimful.reports.run_record import RunReport
 
 #: Rows of numbers under a curve, and labels with a bar of their own.
@@ -228,7 +228,8 @@ def _shares(found: Processes) -> str:
     return (
         f"In each step the process with the most tokens has {found.imbalance:.3f} of the mean. Waiting is for other"
         " processes, as the host sees it; communication is the time in which gradients are on their way, those that"
-        " come late waited for."
+        " come late waited for. Memory is the peak by the driver, else by torch, on a CPU what was resident."
+        + ("" if (rank := nearest_limit(found)) is None else f" Process {rank} had the most of its limit.")
     )
 
 

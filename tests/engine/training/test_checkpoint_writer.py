@@ -8,8 +8,10 @@ import pytest
 
 from brimful.core.errors import DiskFullError, OutputError
 from brimful.engine.training import checkpoint_writer
-from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint, saved_steps
-from brimful.engine.training.checkpoint_writer import CheckpointWriter
+from brimful.engine.training.checkpoint import begin_checkpoint, checkpoint_path, load_checkpoint, saved_steps
+from brimful.engine.training.checkpoint_writer import CheckpointWriter, OthersParts, PartWriter
+from brimful.hardware.pulse import Pulse
+from brimful.hardware.watch import Board
 from brimful.step.state import StepState
 from engine.training.test_checkpoint import RUN, content, same
 
@@ -38,6 +40,39 @@ def test_what_changes_afterwards_is_not_in_it(
     writer.close()
     assert saved_steps(tmp_path) == [6, 9]
     assert writer.settle() is None
+
+
+def test_each_file_and_look_for_others_is_progress(tmp_path: Path) -> None:
+    pulse, told = Pulse(), []
+
+    class Watched(Board):
+        def __init__(self) -> None:
+            self.looks = 0
+
+        def find(self, name: str) -> str | None:
+            self.looks += 1
+            return None if self.looks < 5 else '{"files": {}}'
+
+        def leave(self, name: str, text: str) -> None:
+            assert name == "part/1/0"
+
+    def write_on() -> None:
+        assert pulse._wrote is not None
+        told.append(1)
+
+    pulse._write_on = write_on  # type: ignore[method-assign]
+    writer, state = CheckpointWriter(tmp_path, RUN, keep=2, pulse=pulse), content(3)["state"]
+    writer.begin(
+        3, state=state, loop={}, protect=(), passed_over=(), others=OthersParts(2, Watched(), lambda: None).coming()
+    )
+    writer.settle()
+    assert len(told) >= 3 + 4  # pieces of files, and looks
+    alone = len(told)
+    parts = PartWriter(tmp_path, pulse, 1, Watched())
+    parts.begin(6, begin_checkpoint(tmp_path, 6), state)
+    parts.close()
+    assert len(told) >= alone + 3
+    assert pulse._wrote is None
 
 
 def test_what_was_begun_is_there_when_it_is_closed(tmp_path: Path) -> None:

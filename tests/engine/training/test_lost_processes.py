@@ -102,15 +102,27 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "rank", "why"),
-    [(signal.SIGKILL, 0, "has ended"), (signal.SIGSTOP, 2, "it is stopped"), (signal.SIGSTOP, 0, "it is stopped")],
+    ("sent", "rank", "why", "phase"),
+    [
+        (signal.SIGKILL, 0, "has ended", "any"),
+        (signal.SIGSTOP, 2, "it is stopped", "evaluation"),
+        (signal.SIGSTOP, 0, "it is stopped", "any"),
+    ],
 )
-def test_killed_and_stopped(sent: signal.Signals, rank: int, why: str, files: Path, tmp_path: Path) -> None:
+def test_killed_and_stopped(sent: signal.Signals, rank: int, why: str, phase: str, files: Path, tmp_path: Path) -> None:
     """The others name it and end with one code; fewer go on from the last checkpoint, which is whole."""
-    output = tmp_path / "run"
-    ask = words(files, output, *LONG)
-    three = start(tmp_path / "logs", ask, count=3)
-    wait_for(lambda: len(checkpoints(output)) > 1)
+    output, reached = tmp_path / "run", tmp_path / "reached"
+
+    def pause() -> None:
+        time.sleep(1.0)  # for a sign of life from here
+        reached.touch()
+        sleep()
+
+    ask, harm = words(files, output, *LONG), at_call(Forward, "submit", 9, pause)
+    if phase == "evaluation":
+        ask += ["--eval-split", "0.3", "--eval-steps", "2", "--hang-timeout", "6"]
+    three = start(tmp_path / "logs", ask, count=3, where=rank if phase == "evaluation" else -1, harm=harm)
+    wait_for(lambda: len(checkpoints(output)) > 1 and (phase == "any" or reached.exists()))
     os.kill(three.pids[rank], sent)
     speaker = 1 if rank == 0 else 0
     wait_for(lambda: "error: " in three.said(speaker), 20.0)
@@ -121,6 +133,7 @@ def test_killed_and_stopped(sent: signal.Signals, rank: int, why: str, files: Pa
     assert f"error: process {rank} of 3 (" in said
     assert "CPU), at step " in said
     assert why in said
+    assert phase == "any" or f"in phase {phase}: no sign of life" in said
     assert "error" not in three.said(2 if rank != 2 else 1)
     if rank:
         (lost,) = events(output, "process_lost")
@@ -136,11 +149,14 @@ def test_killed_and_stopped(sent: signal.Signals, rank: int, why: str, files: Pa
     [
         pytest.param(Step, "accumulate", "steps", id="in a step"),
         pytest.param(prefetch, "shares_of", "input", id="in its data loader"),
+        pytest.param(Forward, "submit", "evaluation", id="in an evaluation"),
     ],
 )
 def test_stuck(owner: Any, name: str, phase: str, files: Path, tmp_path: Path) -> None:
     """A process that lives, and does not get on."""
-    both = start(tmp_path / "logs", words(files, tmp_path / "run", *LONG), harm=at_call(owner, name, 9, sleep))
+    more = ["--eval-split", "0.3", "--eval-steps", "4"] if phase == "evaluation" else []
+    asked = words(files, tmp_path / "run", *LONG, *more)
+    both = start(tmp_path / "logs", asked, harm=at_call(owner, name, 9, sleep))
     assert both.exit_codes() == [7, 7]
     assert "error: process 1 of 2 (" in both.said(0)
     assert f"in phase {phase}: has not got on for 3." in both.said(0)

@@ -79,6 +79,9 @@ def test_two_learn_what_one_does(files: Path, tmp_path: Path) -> None:
     assert max(tokens) < 1.1 * min(tokens)
     assert 1 <= work["imbalance"] < 1.2
     assert sum(each["samples"] for each in work["each"]) == 2 * 67
+    for each in work["each"]:  # the first step is not timed
+        assert each["peak_bytes"]["resident"] > 1 << 26
+        assert 0.8 * each["tokens"] < each["tokens_per_s"] * each["steps_s"] < each["tokens"]
     assert all(0 <= each["waited_s"] < each["steps_s"] for each in work["each"])  # each was asked at the end
     seen = [each for each in work["each"] if each["sent_s"] is not None]
     assert all(0 <= each["hidden_s"] <= each["sent_s"] for each in seen)
@@ -92,9 +95,13 @@ def test_two_learn_what_one_does(files: Path, tmp_path: Path) -> None:
 
 
 def test_a_plan_of_two(files: Path, tmp_path: Path) -> None:
-    both = start(tmp_path / "logs", *words(files, tmp_path / "run", "--dry-run"))
+    micro = ("--per-device-batch-size", "4", "--gradient-accumulation-steps", "2")
+    both = start(tmp_path / "logs", *words(files, tmp_path / "run", "--dry-run", *micro))
     assert both.results() == [0, 0]
     assert "processes" in both.said(0)
+    said = " ".join(both.said(0).split())
+    assert "the effective batch is 4 x 2 = 8 rows of all 2 processes together" in said
+    assert "transformers has 16, which is --batch-size 16 here" in said
     assert not (tmp_path / "run").exists()
 
 

@@ -123,8 +123,9 @@ class TrainOptions:
     batch_size: int = 32
     """Effective batch size: samples per optimizer step, however it is split into micro-batches."""
     per_device_batch_size: int | None = None
-    """Most rows of a micro-batch; the effective batch is this times --gradient-accumulation-steps. Also accepted as
-    transformers' --per-device-train-batch-size. Default: as many as --token-budget holds."""
+    """Most rows of a micro-batch; the effective batch is this times --gradient-accumulation-steps, of all processes
+    together (transformers multiplies by their number). Also accepted as transformers' --per-device-train-batch-size.
+    Default: as many as --token-budget holds."""
     gradient_accumulation_steps: int | None = None
     """Micro-batches of --per-device-batch-size rows in an effective batch. Default: 1 with it."""
     learning_rate: float | None = None
@@ -259,9 +260,9 @@ class TrainOptions:
     """Processes that have one model's weights together, cut by transformers' own plan for the model: each computes a
     part of every layer, on the same rows. The number of processes is a multiple of it; rows are shared among groups."""
     hang_timeout: float = 8.0
-    """Seconds in a step, with several processes, after which one that does not get on is taken to hang and all are
-    ended; ten of the slowest steps so far, where these take longer; ten times as long for a batch that goes through a
-    --transform. Compiling and all other work have limits of their own."""
+    """Seconds in a step or a window of an evaluation, with several processes, after which one that does not get on is
+    taken to hang and all are ended; ten of the slowest so far, where these take longer; ten times as long for a batch
+    that goes through a --transform. Compiling and all other work have limits of their own."""
     prefetch: int = 3
     """Batches made and sent to the device ahead of the step. More help where a --transform takes uneven time."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from brimful.engine.classification.request import Asked
 from brimful.engine.classification.runner import Checked, Result, Runner, make_runner
 from brimful.engine.classification.stages import Stages, run_stages
 from brimful.engine.inference import Done
+from brimful.hardware.pulse import CAPTURE_S, FIRST_PIECE_S
 from brimful.hardware.ranks import Ranks
 from brimful.levers.precision import choose_forward_precision
 
@@ -108,6 +109,10 @@ class SharedStages:
         self._ranks, self._tokenise, self._compute, self._write = ranks, tokenise, compute, write
         self._hear, self._mark, self._next = hear, mark, 0
 
+    def pieces(self) -> AbstractContextManager[None]:
+        """Within, windows are pieces of work by which others see that this process gets on."""
+        return _pieces(self._ranks)
+
     def tokenise(self, window: Any) -> Callable[[], _Turn]:
         """Begin with a window, if it is this process's."""
         rank, self._next = self._next % self._ranks.count, self._next + 1
@@ -125,7 +130,7 @@ class SharedStages:
         assert turn.asked is not None
         if turn.mark is not None and turn.mark != self._mark(window):
             raise DataError(f"process {turn.rank} reads other rows than process 0", hint=_SAME_FILES)
-        self._ranks.pulse.move()
+        self._ranks.pulse.end_piece()
         self._write(window, turn.asked, logits_PC)
 
 
@@ -190,6 +195,7 @@ def take_part(
         return result
 
     def write(window: Any, asked: Asked, logits_PC: np.ndarray) -> None:
+        ranks.pulse.end_piece()
         if isinstance(order := _receive(ranks, 0), End):
             raise _Ended(order.record)
         done = Done(logits_PC, results.popleft().busy_s, tuple(heard))
@@ -198,12 +204,17 @@ def take_part(
 
     own = (window for number, window in enumerate(_readable(windows)) if number % ranks.count == ranks.rank)
     try:
-        run_stages(own, tokenise=tokenise, compute=launch, write=write, stages=Stages(), stop=lambda: False)
+        with _pieces(ranks):
+            run_stages(own, tokenise=tokenise, compute=launch, write=write, stages=Stages(), stop=lambda: False)
     except _Ended as ended:
         return ended.record
     if isinstance(order := _receive(ranks, 0), End):
         return order.record
     raise DataError("there are fewer rows here than in process 0", hint=_SAME_FILES)
+
+
+def _pieces(ranks: Ranks) -> AbstractContextManager[None]:
+    return ranks.pulse.pieces(first_s=CAPTURE_S, least_s=FIRST_PIECE_S)
 
 
 def _readable(windows: Iterable[Any]) -> Iterator[Any]:

@@ -97,7 +97,7 @@ class WindowPass:
             mark=lambda window: window.texts.mark(),
         )
         chunks = self._rows.chunks(self._done)
-        with stopping(self._runner, ranks, self._tell_of_stop, self._lost) as stop, self._keeping():
+        with stopping(self._runner, ranks, self._tell_of_stop, self._lost) as stop, self._keeping(), shared.pieces():
             run_stages(
                 given.reading.windows(chunks, size, as_they_come=self._options.data == "-"),
                 tokenise=shared.tokenise,

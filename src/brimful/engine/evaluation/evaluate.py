@@ -334,7 +334,7 @@ class _Pass:
             hear=self._log,
             mark=lambda part: part.mark(),
         )
-        with stopping(self._runner, self._ranks, lambda: self._callbacks.stage("stopping")) as stop:
+        with stopping(self._runner, self._ranks, lambda: self._callbacks.stage("stopping")) as stop, shared.pieces():
             run_stages(
                 _windows(self._given, self._runner),
                 tokenise=shared.tokenise,

@@ -103,30 +103,36 @@ def begin_checkpoint(folder: Path, step: int) -> int:
     return int(bool(taken) and not any(name.count(".") > 1 for name in taken))
 
 
-def save_part(folder: Path, step: int, second: int, rank: int, state: StepState) -> dict[str, Written]:
-    """Write one process's part of a checkpoint; return its files. second: as of `begin_checkpoint`.
+def save_part(
+    folder: Path, step: int, second: int, rank: int, state: StepState, *, progress: Callable[[], None] = lambda: None
+) -> dict[str, Written]:
+    """Write one process's part of a checkpoint; return its files.
+
+    second: as of `begin_checkpoint`. progress: called whenever some of it is written.
 
     Raises: DiskFullError or OutputError.
     """
-    return _write_files(checkpoint_path(folder, step), f"-{rank:05d}{'.1' * second}", state, _json_of(state))
+    mark = f"-{rank:05d}{'.1' * second}"
+    return _write_files(checkpoint_path(folder, step), mark, state, _json_of(state), progress)
 
 
 def save_checkpoint(
     folder: Path, step: int, *, run: str, state: StepState, loop: Mapping[str, Any], second: int | None = None,
-    others: Callable[[], Mapping[str, Written]] = dict,
+    others: Callable[[], Mapping[str, Written]] = dict, progress: Callable[[], None] = lambda: None,
 ) -> Path:  # fmt: skip
     """Save a checkpoint as `folder`/step-<step>, on the disk when this returns, and return its path.
 
     state: tensors of any device and layout; tied ones are stored once per name.
     loop: JSON, NaN and infinities allowed, as in values of `state`. Keys come back as text and tuples as lists.
-    second: as of `begin_checkpoint`, if that was called. others: waits for the files of other processes.
+    second: as of `begin_checkpoint`, if that was called. others: waits for the files of other processes. progress:
+    called whenever some of it is written.
 
     Raises: DiskFullError or OutputError; what was there before is then as whole as it was.
     """
     path, state_json = checkpoint_path(folder, step), _json_of(state, loop=dict(loop))
     try:
         second = begin_checkpoint(folder, step) if second is None else second
-        files = _write_files(path, ".1" * second, state, state_json)
+        files = _write_files(path, ".1" * second, state, state_json, progress)
         theirs = others()
         for name, stored in theirs.items():
             _wait_until_there(path / name, stored)
@@ -159,14 +165,16 @@ def _json_of(state: StepState, **more: Any) -> bytes:
     return json.dumps({"step": values, **more}, indent=2).encode("ascii")
 
 
-def _write_files(path: Path, mark: str, state: StepState, state_json: bytes) -> dict[str, Written]:
+def _write_files(
+    path: Path, mark: str, state: StepState, state_json: bytes, progress: Callable[[], None]
+) -> dict[str, Written]:
     """Write the files of a state. mark: after the stems of their names."""
     parameters = state.optimizer.items()
     optimizer = {f"{name}/{key}": tensor for name, kept in parameters for key, tensor in kept.tensors.items()}
     tensors = {"weights": state.weights, "buffers": state.buffers, "optimizer": optimizer}
     contents = {f"{stem}{mark}.safetensors": _safetensors(group) for stem, group in tensors.items()}
     contents[f"state{mark}.json"] = iter([state_json])
-    return {name: atomic_files.write_chunks(path / name, content) for name, content in contents.items()}
+    return {name: atomic_files.write_chunks(path / name, each, progress=progress) for name, each in contents.items()}
 
 
 def _wait_until_there(file: Path, stored: Written) -> None:

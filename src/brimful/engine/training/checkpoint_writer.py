@@ -24,7 +24,7 @@ from brimful.core.atomic_files import Written
 from brimful.core.errors import DiskFullError, OutputError, first_line
 from brimful.engine.training.checkpoint import rotate, save_checkpoint, save_part
 from brimful.hardware.memory import free_host_bytes, is_out_of_memory
-from brimful.hardware.pulse import Lost
+from brimful.hardware.pulse import Lost, Pulse
 from brimful.hardware.watch import Board
 from brimful.step.state import StepState
 
@@ -51,11 +51,12 @@ class Saved:
 class CheckpointWriter:
     """Writes the checkpoints of one run and removes its old ones.
 
-    folder: of the checkpoints. keep: of the newest, besides those protected. processes: that copy a part each.
+    folder: of the checkpoints. keep: of the newest, besides those protected. processes: that copy a part each. pulse:
+    of this process, by which others see that a file grows.
     """
 
-    def __init__(self, folder: Path, run: str, *, keep: int, processes: int = 1) -> None:
-        self._folder, self._run, self._keep = folder, run, keep
+    def __init__(self, folder: Path, run: str, *, keep: int, processes: int = 1, pulse: Pulse | None = None) -> None:
+        self._folder, self._run, self._keep, self._pulse = folder, run, keep, pulse or Pulse()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._copies = _Copies(processes)
         self._step = 0
@@ -70,12 +71,12 @@ class CheckpointWriter:
         protect: Collection[int],
         passed_over: Collection[int],
         second: int | None = None,
-        others: Callable[[], Mapping[str, Written]] = dict,
+        others: Callable[[Callable[[], None]], Mapping[str, Written]] = lambda _: {},
     ) -> None:
         """Begin to save a checkpoint: `state` may change when this returns. The one before must be settled.
 
-        protect, passed_over: as `rotate` has them, which follows where the checkpoint could be saved. second, others:
-        as `save_checkpoint` has them.
+        protect, passed_over: as `rotate` has them, which follows where the checkpoint could be saved. second: as
+        `save_checkpoint` has it. others: of `OthersParts.coming`.
         """
         assert self._writing is None
         kept = (step, dict(loop), frozenset(protect), frozenset(passed_over), second, others)
@@ -133,20 +134,34 @@ class CheckpointWriter:
         protect: Collection[int],
         passed_over: Collection[int],
         second: int | None,
-        others: Callable[[], Mapping[str, Written]],
+        others: Callable[[Callable[[], None]], Mapping[str, Written]],
     ) -> None:
-        save_checkpoint(self._folder, step, run=self._run, state=state, loop=loop, second=second, others=others)
-        rotate(self._folder, self._keep, protect, run=self._run, newest=step, passed_over=passed_over)
+        with self._pulse.writing() as progress:
+
+            def theirs() -> Mapping[str, Written]:
+                return others(progress)
+
+            save_checkpoint(
+                *(self._folder, step),
+                run=self._run,
+                state=state,
+                loop=loop,
+                second=second,
+                others=theirs,
+                progress=progress,
+            )
+            rotate(self._folder, self._keep, protect, run=self._run, newest=step, passed_over=passed_over)
 
 
 class PartWriter:
     """Writes this process's parts of the checkpoints of one run, and says on `board` what it has written.
 
-    folder: of the checkpoints. processes: that write a part each.
+    folder: of the checkpoints. pulse: of this process, by which others see that a file grows. processes: that write a
+    part each.
     """
 
-    def __init__(self, folder: Path, rank: int, processes: int, board: Board) -> None:
-        self._folder, self._rank, self._board = folder, rank, board
+    def __init__(self, folder: Path, pulse: Pulse, processes: int, board: Board) -> None:
+        self._folder, self._pulse, self._board = folder, pulse, board
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._copies = _Copies(processes)
         self._writing: Future[None] | None = None
@@ -173,12 +188,13 @@ class PartWriter:
         if self._writing is not None:
             self._writing.result()
         self._number += 1
-        return _word(self._number, self._rank)
+        return _word(self._number, self._pulse.rank)
 
     def _write(self, state: StepState, step: int, second: int, word: str) -> None:
         said: dict[str, Any]
         try:
-            files = save_part(self._folder, step, second, self._rank, state)
+            with self._pulse.writing() as progress:
+                files = save_part(self._folder, step, second, self._pulse.rank, state, progress=progress)
             said = {"files": {name: asdict(written) for name, written in files.items()}}
         except Exception as error:  # whatever it is, the first process waits for a word
             said = _failed(error)
@@ -197,24 +213,24 @@ class OthersParts:
     def __init__(self, count: int, board: Board, lost: Callable[[], Lost | None]) -> None:
         self._count, self._board, self._lost, self._number = count, board, lost, 0
 
-    def coming(self) -> Callable[[], Mapping[str, Written]]:
-        """Return what waits for those of the next checkpoint.
+    def coming(self) -> Callable[[Callable[[], None]], Mapping[str, Written]]:
+        """Return what waits for those of the next checkpoint, and calls what it is given meanwhile.
 
         Raises, when that is called: DiskFullError, OutputError, PartLostError.
         """
         self._number += 1
         return partial(self._files, self._number)
 
-    def _files(self, number: int) -> dict[str, Written]:
+    def _files(self, number: int, progress: Callable[[], None]) -> dict[str, Written]:
         files: dict[str, Written] = {}
         for rank in range(1, self._count):
-            said = json.loads(self._said(number, rank))
+            said = json.loads(self._said(number, rank, progress))
             if "failed" in said:
                 raise (DiskFullError if said["full"] else OutputError)(f"process {rank}: {said['failed']}")
             files |= {name: Written(**written) for name, written in said["files"].items()}
         return files
 
-    def _said(self, number: int, rank: int) -> str:
+    def _said(self, number: int, rank: int, progress: Callable[[], None]) -> str:
         """Wait for a process's word. Where another one is gone, it has some time yet to write what it has begun."""
         until = math.inf
         while True:
@@ -224,6 +240,7 @@ class OthersParts:
             if lost is not None and (lost.rank in (None, rank) or time.monotonic() > until):
                 raise PartLostError("another process is gone, and with it its part")
             until = until if lost is None else min(until, time.monotonic() + _ENDS_S)
+            progress()
             time.sleep(_LOOK_S)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from brimful.core.records import OutOfMemory, Run
-from brimful.engine.inference import evaluate_rows, evaluating, evaluation_forward, predict
+from brimful.engine.inference import evaluate_rows, evaluating, evaluation_forward, predict, timed
 from brimful.engine.training.final_evaluation import RowScores, final_evaluation, learning_findings
 from brimful.engine.training.orders import Order
 from brimful.engine.training.run_context import RunContext
@@ -38,21 +38,23 @@ class Evaluations:
         assert evaluation is not None
         scores, reading = RowScores(run.prepared, run.options.seed), run.built.step.update.reading()
         memory = self._memory.phases.phase("evaluation")
+        of_all = run.built.step.update.gathers_weights  # each pass, and the leader's windows are all there are
         with (
             memory,
             evaluating(run.built.model),
             reading,
             ranks.together(Order.EVALUATE),
             run.built.step.with_others(),
+            ranks.pulse.pieces() if of_all else nullcontext(),
         ):
             found = evaluate_rows(
                 self._forward,
                 evaluation.tokens,
                 evaluation.targets_N,
                 run.prepared.task,
-                progress=progress if ranks.count == 1 else lambda: None,
+                progress=progress if ranks.count == 1 else ranks.pulse.end_piece if of_all else lambda: None,
                 also=scores.add,
-                ranks=ALONE if run.built.step.update.gathers_weights else ranks,
+                ranks=ALONE if of_all else ranks,
             )
             state.metrics = found.result()
         for note in found.accumulator.notes:
@@ -91,7 +93,7 @@ class Evaluations:
             step_of_all, ranks = run.built.step.update.gathers_weights, run.built.step.ranks
             together = ranks.together(Order.EVALUATE) if step_of_all else nullcontext()
             with evaluating(run.built.model), run.built.step.update.reading(), together, run.built.step.with_others():
-                for rows, logits_MC in predict(self._forward, evaluation.tokens):
+                for rows, logits_MC in timed(predict(self._forward, evaluation.tokens), ranks):
                     scores.add(rows, run.prepared.task.answers(logits_MC))
             self._scores[step] = scores
         return self._scores[step]

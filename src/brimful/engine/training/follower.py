@@ -22,7 +22,7 @@ from brimful.data.batches.batch import Batch
 from brimful.data.batches.prefetch import Feed
 from brimful.engine.assemble import Built, build
 from brimful.engine.fitted_step import FittedStep
-from brimful.engine.inference import evaluating, evaluation_forward, predict, send_part
+from brimful.engine.inference import evaluating, evaluation_forward, predict, send_part, timed
 from brimful.engine.learning import resumed
 from brimful.engine.prepare import Prepared, prepare
 from brimful.engine.signals import passing_on
@@ -33,6 +33,7 @@ from brimful.engine.training.run_folder import RunFolder
 from brimful.engine.training.same_path import check_seen, on_path, options_of
 from brimful.hardware.ranks import Ranks, digest
 from brimful.levers.precision import choose_precision
+from brimful.measurement.memory import MemoryWatch
 from brimful.step.recovery import out_of_memory_text
 from brimful.step.step import Pending
 
@@ -56,7 +57,7 @@ def follow(options: TrainOptions, device: torch.device, ranks: Ranks) -> Run:
 
 def _take_part(options: TrainOptions, device: torch.device, ranks: Ranks) -> None:
     callbacks, precision, phases = Callbacks(), choose_precision(options.precision, device), Phases()
-    phases.heard = ranks.pulse.enter
+    ranks.pulse.follow(phases)
     phases.enter("data")
     found = RunFolder(Path(options.output)).read() if options.resume else None
     if found is not None:
@@ -88,6 +89,7 @@ class _Follower:
         self._begun_at = 0
         self._full: MemoryFullError | None = None  # in a step, of all processes
         self._parts: PartWriter | None = None
+        self._memory = MemoryWatch(built.step.device, built.step.memory, limit=options.memory_limit)
 
     def run(self) -> None:
         """Do what one order after another says, until the end."""
@@ -135,6 +137,8 @@ class _Follower:
         elif order == Order.STATE:
             self._write_part(*divmod(number, 2))
         elif order == Order.WORK:
+            pulse = self._ranks.pulse
+            pulse.peak_bytes, pulse.limit_bytes = self._memory.peak(), self._memory.limit_bytes
             self._ranks.send_beat()
         elif order == Order.LOAD:
             self._load(number)
@@ -151,7 +155,8 @@ class _Follower:
         if self._parts is None:
             assert self._ranks.watch is not None
             folder = RunFolder(Path(self._options.output)).checkpoints
-            self._parts = PartWriter(folder, self._ranks.rank, self._ranks.count, self._ranks.watch.board())
+            watch, pulse = self._ranks.watch, self._ranks.pulse
+            self._parts = PartWriter(folder, pulse, self._ranks.count, watch.board())
         try:
             state = self._built.step.state()
         except (DiskFullError, OutputError) as error:  # of another disk
@@ -179,18 +184,20 @@ class _Follower:
         pending = self._fitted.run(batch)
         self._built.source.layout = self._fitted.layout
         self._steps.append((number, pending))
+        self._memory.look_beside()
 
     def _evaluate(self) -> None:
         evaluation = self._prepared.evaluation
         assert evaluation is not None
         self._ranks.pulse.enter("evaluation")
         step = self._built.step
-        with evaluating(self._built.model), step.update.reading(), step.with_others():
+        memory = self._memory.phases.phase("evaluation")
+        with memory, evaluating(self._built.model), step.update.reading(), step.with_others():
             if not step.update.gathers_weights:
                 send_part(self._forward, evaluation.tokens, self._ranks)
                 return
-            for _ in predict(self._forward, evaluation.tokens):  # all take part in each pass
-                self._ranks.pulse.move()
+            for _ in timed(predict(self._forward, evaluation.tokens), self._ranks):  # all take part in each pass
+                pass
 
     def _name_rows(self, number: int) -> None:
         """Send the rows of a skipped step whose loss was not finite."""

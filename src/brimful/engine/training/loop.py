@@ -407,8 +407,9 @@ class TrainingLoop:
         """Evaluates and saves what is to be kept, and closes the record."""
         state = self._state
         self._tell_of_others()
-        processes = self._write_work(asks=True)
         peak = self._memory.peak()
+        self._ranks.pulse.peak_bytes, self._ranks.pulse.limit_bytes = peak, self._memory.limit_bytes
+        processes = self._write_work(asks=True)
         if (said := limit_text(peak, self._options.memory_limit)) is not None:
             self._callbacks.note(said)
         if self._prepared.evaluation is not None and state.metrics_step != state.applied:

@@ -36,6 +36,7 @@ class Saving:
             context.record.run,
             keep=context.options.save_total_limit,
             processes=self._ranks.count if context.built.step.update.gathers_state else 1,
+            pulse=self._ranks.pulse,
         )
         self.saved_step: int | None = None
         #: What to go back to should the checkpoint that is being written fail: the step saved before, and the best one.

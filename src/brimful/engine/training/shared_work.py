@@ -49,10 +49,13 @@ class SharedWork:
                 device=beat.device,
                 tokens=self._tokens[beat.rank],
                 samples=self._samples[beat.rank],
-                steps_s=beat.steps_s,
-                waited_s=beat.waited_s,
+                steps_s=beat.steps_s or None,
+                waited_s=beat.waited_s if beat.steps_s else None,
+                tokens_per_s=beat.tokens / beat.steps_s if beat.steps_s else None,
                 sent_s=beat.sent_s or None,
                 hidden_s=beat.hidden_s if beat.sent_s else None,
+                peak_bytes=beat.peak_bytes,
+                limit_bytes=beat.limit_bytes,
             )
             for beat in beats
         )

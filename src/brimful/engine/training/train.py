@@ -92,10 +92,13 @@ def train(
             place, device, note=callbacks.note, asked=asked_of(options, device), tensor_parallel=options.tensor_parallel
         ) as ranks,
     ):
-        ranks.pulse.hang_s, phases.heard = options.hang_timeout, ranks.pulse.enter
+        ranks.pulse.hang_s = options.hang_timeout
+        ranks.pulse.follow(phases)
         ranks.pulse.input_s = options.hang_timeout * (1 if options.transform is None else _MORE_FOR_TRANSFORMS)
         if not (ranks.leads or options.dry_run):
             return follow(options, device, ranks)
+        if (said := _batch_note(options, ranks.count)) is not None:
+            callbacks.note(said)
         try:
             run = _train_on(device, options, command, callbacks, phases, tables, ranks, trackers or Trackers())
             if not ranks.leads:  # it has planned as the leader has
@@ -108,6 +111,17 @@ def train(
             raise
         ranks.tell_last(Order.END)
         return run
+
+
+def _batch_note(options: TrainOptions, count: int) -> str | None:
+    """Say that rows of a micro-batch and accumulation make the batch of all processes, where there are several."""
+    rows, times = options.per_device_batch_size, options.gradient_accumulation_steps or 1
+    if rows is None or count == 1:
+        return None
+    return (
+        f"the effective batch is {rows} x {times} = {rows * times} rows of all {count} processes together; with these"
+        f" settings transformers has {rows * times * count}, which is --batch-size {rows * times * count} here"
+    )
 
 
 def _train_on(
