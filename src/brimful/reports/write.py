@@ -25,6 +25,8 @@ def report(run: str | Path, output: str | Path | None = None) -> Path:
     """
     check_charts()
     given = Path(run).expanduser()
+    if not given.exists():
+        read_record(given)  # says so
     path = (given if given.is_dir() else given.parent) / "report.html" if output is None else Path(output)
     check_page(path)
     bench = read_bench(given) if given.is_dir() else None
