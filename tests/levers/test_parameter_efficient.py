@@ -394,9 +394,43 @@ def test_parts_that_a_model_does_not_have_are_refused(freeze: str, said: str) ->
         frozen_names(FAMILIES["bert"].model(), FrozenParts.parse(freeze))
 
 
-def test_targets_that_a_model_does_not_have_are_refused() -> None:
-    with pytest.raises(OptionError, match="does not work on this model"):
-        adapted(FAMILIES["bert"].model(), lora_target_modules="q_proj")
+@pytest.mark.parametrize(
+    ("options", "said", "hint"),
+    [
+        ({"lora_target_modules": "q_proj"}, "none of its modules is called q_proj", "query,key,value,dense"),
+        (
+            {"lora_target_modules": "regex:.*proj"},
+            r"none of its modules matches regex:\.\*proj",
+            "query,key,value,dense",
+        ),
+        ({"peft": "adaption_prompt"}, "adaption_prompt knows no model of type bert", "use lora"),
+        ({"peft": "ln_tuning"}, "Please specify `target_modules`", "as in --lora-target-modules query,key,value,dense"),
+    ],
+)
+def test_targets_that_a_model_does_not_have_are_refused(options: dict[str, str], said: str, hint: str) -> None:
+    """With names that it has, or a method that works on it."""
+    part = asked(**{"peft": "lora", **options})
+    with pytest.raises(OptionError, match=f"does not work on this model: .*{said}") as caught:
+        choose_part(FAMILIES["bert"].model(), part, new_parameters=(), base="base")
+    assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [("lorra", "did you mean lora?"), ("nothing", "lora, rslora, dora, ia3, loha, lokr, vera, oft, ...")],
+)
+def test_methods_that_work_are_named(given: str, hint: str) -> None:
+    with pytest.raises(OptionError, match="names no method and no file") as caught:
+        make_config(asked(peft=given))
+    assert (caught.value.hint or "").startswith(hint)
+
+
+def test_files_that_are_no_configuration_are_told_in_our_words(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text("text,label")
+    for name, said in (("missing.json", "cannot be read: there is no such file"), ("rows.json", "is not JSON")):
+        with pytest.raises(OptionError, match=f"{name} {said}\n") as caught:
+            make_config(asked(peft=str(tmp_path / name)))
+        assert "adapter_config.json, or a method, as lora" in (caught.value.hint or "")
 
 
 def test_an_adapter_that_changes_the_base_is_refused(tmp_path: Path) -> None:
