@@ -25,6 +25,24 @@ def test_the_defaults_are_allowed_and_are_those_of_transformers() -> None:
     assert (made.adam_beta1, made.adam_beta2, made.adam_epsilon, made.seed) == (0.9, 0.999, 1e-8, 42)
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("lion", "lion_32bit or lion_8bit"),
+        ("schedule-free", "schedule_free_adamw, schedule_free_radam or schedule_free_sgd"),
+        ("adafacto", "adafactor"),
+        ("adamw_hf", "adamw_torch"),
+    ],
+)
+def test_a_choice_that_is_meant_is_named(given: str, meant: str) -> None:
+    with pytest.raises(OptionError, match=f"--optim is '{given}': it must be one of") as caught:
+        options(optim=given)
+    assert caught.value.hint == f"did you mean {meant}?"
+    with pytest.raises(OptionError) as caught:
+        options(optim="x")
+    assert caught.value.hint == "the default is adamw_torch_fused"
+
+
 def test_options_want_names_and_cannot_be_changed() -> None:
     with pytest.raises(TypeError):
         TrainOptions("d.csv", "m", "out")  # type: ignore[misc]
