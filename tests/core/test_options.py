@@ -43,6 +43,14 @@ def test_a_choice_that_is_meant_is_named(given: str, meant: str) -> None:
     assert caught.value.hint == "the default is adamw_torch_fused"
 
 
+@pytest.mark.parametrize("given", ["momentum", "momentum=0.9,", "momentum=", "=0.9", "momentum=0.9,nesterov", "a=b=c"])
+def test_settings_of_an_optimizer_have_names_and_values(given: str) -> None:
+    with pytest.raises(OptionError, match="which is no name=value") as caught:
+        options(optim="sgd", optim_args=given)
+    assert "momentum=0.9,nesterov=True" in (caught.value.hint or "")
+    assert options(optim="sgd", optim_args="momentum=0.9, nesterov = True").optim_args
+
+
 def test_options_want_names_and_cannot_be_changed() -> None:
     with pytest.raises(TypeError):
         TrainOptions("d.csv", "m", "out")  # type: ignore[misc]

@@ -175,7 +175,13 @@ def check_update(options: Any) -> None:
             f"--optim-args is {printable(options.optim_args)}, and --optim {options.optim} takes none",
             hint="AdamW's settings are --adam-beta1, --adam-beta2, --adam-epsilon and --weight-decay",
         )
-    names = {part.split("=")[0].strip() for part in (options.optim_args or "").split(",")}
+    parts = [part.strip() for part in (options.optim_args or "").split(",")] if options.optim_args else []
+    if wrong := [part for part in parts if not re.fullmatch(r"[^=\s]+\s*=[^=]*[^=\s]", part)]:
+        raise OptionError(
+            f"--optim-args has '{printable(wrong[0])}', which is no name=value",
+            hint="separate them by commas, as in momentum=0.9,nesterov=True",
+        )
+    names = {part.split("=")[0].strip() for part in parts}
     if own := [name for name in _ARGS_OF_THEIR_OWN if name in names]:
         raise OptionError(
             f"{own[0]} in --optim-args has no effect", hint=f"it is an option of its own: {_ARGS_OF_THEIR_OWN[own[0]]}"
