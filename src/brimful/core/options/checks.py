@@ -233,7 +233,9 @@ def check_tensor_parallel(options: Any) -> None:
 def check_streaming(options: Any) -> None:
     """Check that --stream-folder has a use, and that nothing else is to keep activations of streamed layers."""
     if options.stream_folder is not None and options.stream_weights != "disk":
-        raise OptionError("--stream-folder is for --stream-weights disk", hint="leave one of the two out")
+        raise OptionError(
+            "--stream-folder is for --stream-weights disk", hint="add --stream-weights disk, or leave it out"
+        )
     checkpointing = getattr(options, "gradient_checkpointing", "none")
     if options.stream_weights != "none" and checkpointing not in ("none", "full"):
         raise OptionError(
