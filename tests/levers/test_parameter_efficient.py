@@ -261,6 +261,26 @@ def test_frozen_weights_are_kept_in_the_precision_of_products_and_saved_as_they_
     assert not any(".layer.0." in name for name in weights)
 
 
+@pytest.mark.parametrize(
+    ("freeze", "value"), [("all-but-head", "the head alone"), ("embeddings", "all but embeddings")]
+)
+def test_the_recipe_names_what_is_trained(freeze: str, value: str) -> None:
+    part = assembly_of(FAMILIES["bert"].model(), freeze=freeze).lever(TrainedPart)
+    assert part.value == value
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_its_head(folder: Path) -> None:
+    """Its recipe has the same part by another name."""
+    run = run_adapter(folder, "head", peft=None, lora_r=None, lora_dropout=None, freeze="all-but-head")
+    file = folder / "head" / "run.json"
+    assert '"the head alone"' in file.read_text("utf-8")
+    file.write_text(file.read_text("utf-8").replace('"the head alone"', '"all but all-but-head"'), "utf-8")
+    (folder / "head" / "model" / "config.json").unlink()
+    again = {"peft": None, "lora_r": None, "lora_dropout": None, "freeze": "all-but-head", "max_steps": 7}
+    assert run.steps == 6
+    assert run_adapter(folder, "head", **again, resume=True).steps == 7
+
+
 def test_the_plan_counts_frozen_weights_once() -> None:
     model = FAMILIES["bert"].model()
     assembly = assembly_of(model, precision="bf16", peft="lora")
