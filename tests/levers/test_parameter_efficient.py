@@ -26,6 +26,7 @@ from brimful.models.hub.adapters import make_config, merge_adapter
 from brimful.models.model_stats import linear_parameters
 from brimful.models.packed.equivalence import check_equivalence
 from brimful.models.packed.packed_forward import PackedModel, padding_id_of
+from commands import call, train_words
 from levers.assemblies import assembly_of
 from plain import padded
 from runs import save_tiny_model, single_label_rows, write_rows
@@ -194,6 +195,12 @@ def test_checkpoints_hold_what_is_trained_and_resume_bit_for_bit(folder: Path, t
         run_adapter(folder, "again", resume=True)
     resumed = load_file(again / "model" / "adapter_model.safetensors")
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+
+
+def test_a_merged_model_is_told(folder: Path) -> None:
+    words = train_words(folder / "rows.jsonl", folder / "base", folder / "plain", "--peft", "lora", "--merge")
+    said = call(*words, "--max-steps", 2, "--device", "cpu", "--learning-rate", 1e-3)
+    assert f"{folder}/plain/model (the adapter is merged: a plain model)" in said.err
 
 
 def test_the_command_line_takes_an_adapter(folder: Path) -> None:
