@@ -214,6 +214,27 @@ def test_the_budget_leaves_rows_and_says_so(tmp_path: Path, plans: Plans) -> Non
     assert statuses(bench(tmp_path, rows="optim=sgd", budget_s=1e4))["trainer: optim=sgd"] == "failed"
 
 
+def test_a_budget_that_no_row_fits_is_told_with_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the machine is measured, and in the first row."""
+    over = Ended(found=None, reason="not done after 12 s", timed_out=True, wall_s=12.0)
+    monkeypatch.setattr(bench_run, "run_plan", lambda *_, **__: over)
+    with pytest.raises(brimful.InputError, match="--budget-s 12 was over before the machine was measured") as caught:
+        bench(tmp_path, budget_s=12.0)
+    assert "raise --budget-s by some 44 s for each row" in (caught.value.hint or "")
+    with pytest.raises(brimful.DataError, match="it is a bench without rows") as caught:
+        brimful.compare(tmp_path / "b", tmp_path / "b")
+    assert "raise its --budget-s" in (caught.value.hint or "")
+    plans, told = Plans(plain=over), list[str]()
+    monkeypatch.setattr(bench_run, "run_plan", plans)
+    heard = Callbacks()
+    heard.warning = told.append  # type: ignore[method-assign]
+    options = BenchOptions(model="m", output=str(tmp_path / "b"), batch_size=4, budget_s=0.9)
+    monkeypatch.setattr(bench_run, "_LEAST_S", 0.0)
+    bench_run.run_bench(options, heard, command="brimful bench m")
+    assert plans.done == ["trainer: plain"]
+    assert told[-1].startswith("no row was measured: --budget-s 0.9 left 12 s to the first; raise --budget-s")
+
+
 @pytest.mark.parametrize(
     ("more", "work", "said"),
     [

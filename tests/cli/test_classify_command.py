@@ -74,6 +74,12 @@ def test_lines_of_json_on_stdout_keep_columns_and_order(brimful: Brimful, files:
     assert "Equivalence check  passed: fp32 against plain fp32 has the same label in 40 of 40 rows" in said.err
 
 
+def test_a_token_budget_below_the_longest_row_is_told_once(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    """Of the pass: the plain model that it is compared with is made by the same options."""
+    words = ("classify", files.classifier, files.reviews, "-o", tmp_path / "out.csv", "--device", "cpu")
+    assert brimful(*words, "--token-budget", 3, "--verify", 8).err.count("--token-budget 3 is raised to") == 1
+
+
 def test_a_dash_is_stdout(brimful: Brimful, files: Files, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     words = ("classify", files.classifier, files.reviews, "--precision", "fp32")

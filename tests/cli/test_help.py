@@ -118,6 +118,25 @@ def test_words_that_are_missing_or_too_many(words: list[str], error: str, brimfu
     assert second.startswith("hint: ")
 
 
+def test_a_value_with_spaces_is_shown_in_quotes(brimful: Brimful) -> None:
+    said = brimful("train", "a.csv", "--model", "m", "--output", "o", "--freeze", "layers", "0-5", "--seed", 3)
+    assert "hint: quote values with spaces, and globs, as in --freeze 'layers 0-5'; brimful train" in said.err
+    said = brimful("classify", "m", "a.csv", "b.csv")
+    assert "hint: quote values with spaces, and globs; brimful classify" in said.err
+
+
+def test_of_several_processes_one_says_what_is_wrong(brimful: Brimful, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --claim each is by itself."""
+    words = ("train", "a.csv", "--model", "m", "--output", "o", "--peft", "lora", "--freeze", "embeddings")
+    for name, value in (("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("RANK", "1")):
+        monkeypatch.setenv(name, value)
+    said = brimful(*words)
+    assert (said.code, said.out, said.err) == (2, "", "")
+    assert "does not know" in brimful("classify", "m", "*.csv", "--claim", "more").err
+    monkeypatch.setenv("RANK", "0")
+    assert "--peft and --freeze are both given" in brimful(*words).err
+
+
 def test_help_is_a_command_too(brimful: Brimful) -> None:
     assert brimful("help").out == brimful("--help").out != ""
     process = subprocess.run(

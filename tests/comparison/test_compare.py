@@ -177,7 +177,8 @@ def test_the_command_without_torch(tmp_path: Path) -> None:
     [
         ([], "brimful compare needs A B", "run-a run-b"),
         (["one"], "two folders or more", "run-a run-b"),
-        (["nothing", "there"], "there is no record", "run.json"),
+        (["nothing", "there"], "nothing: there is no such folder", "--output"),
+        ([str(HERE), "there"], "there is no record", "run.json"),
         (["a", "b", "--html", "page.txt"], "no name of a page", ".html"),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from brimful.core.errors import OptionError
 from brimful.core.options.checks import flag
 from brimful.core.options.profile import NOT_OF_A_STEP, ProfileOptions, flags_of
-from brimful.core.options.train import NOT_PART_OF_THE_RUN, TrainOptions, differences
+from brimful.core.options.train import CHOICE_OF_ROWS, NOT_PART_OF_THE_RUN, TrainOptions, differences
 
 
 def options(**changes: Any) -> TrainOptions:
@@ -23,6 +25,40 @@ def test_the_defaults_are_allowed_and_are_those_of_transformers() -> None:
     made = options()
     assert (made.learning_rate, made.num_train_epochs, made.weight_decay, made.max_grad_norm) == (None, None, 0.0, 1.0)
     assert (made.adam_beta1, made.adam_beta2, made.adam_epsilon, made.seed) == (0.9, 0.999, 1e-8, 42)
+
+
+def test_the_guide_names_every_option_that_may_differ_on_resume() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "resume.md").read_text("utf-8")
+    table = guide.partition("## What may differ")[2]
+    named = set(re.findall(r"`(--[a-z-]+)`", table))
+    free = NOT_PART_OF_THE_RUN | CHOICE_OF_ROWS | {"precision", "model", "target_scaling", "eval_steps"}
+    assert named - {"--resume"} == {flag(name) for name in free - {"data", "resume"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("lion", "lion_32bit or lion_8bit"),
+        ("schedule-free", "schedule_free_adamw, schedule_free_radam or schedule_free_sgd"),
+        ("adafacto", "adafactor"),
+        ("adamw_hf", "adamw_torch"),
+    ],
+)
+def test_a_choice_that_is_meant_is_named(given: str, meant: str) -> None:
+    with pytest.raises(OptionError, match=f"--optim is '{given}': it must be one of") as caught:
+        options(optim=given)
+    assert caught.value.hint == f"did you mean {meant}?"
+    with pytest.raises(OptionError) as caught:
+        options(optim="x")
+    assert caught.value.hint == "the default is adamw_torch_fused"
+
+
+@pytest.mark.parametrize("given", ["momentum", "momentum=0.9,", "momentum=", "=0.9", "momentum=0.9,nesterov", "a=b=c"])
+def test_settings_of_an_optimizer_have_names_and_values(given: str) -> None:
+    with pytest.raises(OptionError, match="which is no name=value") as caught:
+        options(optim="sgd", optim_args=given)
+    assert "momentum=0.9,nesterov=True" in (caught.value.hint or "")
+    assert options(optim="sgd", optim_args="momentum=0.9, nesterov = True").optim_args
 
 
 def test_options_want_names_and_cannot_be_changed() -> None:

@@ -34,6 +34,17 @@ def test_more_epochs_on_a_finished_run(brimful: Brimful, files: Files, tmp_path:
     assert (record["status"], record["steps"]) == ("finished", 15)
 
 
+def test_fewer_steps_than_a_finished_run_has(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    words = [*train_words(files.reviews, files.base, tmp_path / "run", "--max-steps", 4), "--save-steps", 2]
+    assert brimful(*words).code == 0
+    words[words.index("--max-steps") + 1] = 3
+    said = brimful(*words, "--resume")
+    assert said.code == 0
+    assert "this run had finished: it has 4 steps, and 3 are asked for; nothing was changed; brimful export" in said.err
+    assert f"{tmp_path}/run --step N makes a model of step 2\n" in said.err
+    assert brimful("export", tmp_path / "run", "--step", 2).code == 0
+
+
 def test_a_longer_schedule_is_said(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     words = train_words(files.reviews, files.base, tmp_path / "run", "--max-steps", 2)
     assert brimful(*words).code == 0
@@ -85,6 +96,7 @@ def test_options_that_change_nothing_learned(brimful: Brimful, files: Files, tmp
     harmless += ("--model", files.base.parent / ".." / files.base.parent.name / files.base.name)
     said = brimful(*words, "--resume", *harmless)
     assert (said.code, "nothing was changed" in said.err) == (0, True), said.err
+    assert "had finished; nothing" in said.err
     other = write_reviews(tmp_path / "other.csv", 12)
     for more, why in {
         ("--limit", 20): "--limit was None, is 20",

@@ -173,6 +173,16 @@ def test_empty_places_of_a_budget_cost_their_products() -> None:
     assert lever.cost(work).step_s == pytest.approx(work.products_s(round(computed - work.num_tokens)))
 
 
+@pytest.mark.parametrize(("packing", "taken"), [("auto", "64"), ("off", "64")])
+def test_a_budget_below_the_longest_row_is_raised_with_a_warning(packing: str, taken: str) -> None:
+    warned: list[str] = []
+    model = FAMILIES["bert"].model()
+    lever = assembly_of(model, token_budget=10, packing=packing, warn=warned.append).lever(TokenBudget)
+    assert lever.value.split(", ")[-1] == taken
+    assert warned == [f"--token-budget 10 is raised to {taken}: a row has 30 tokens, and is not cut in two"]
+    assert assembly_of(model, token_budget=30, packing=packing).lever(TokenBudget).value.split(", ")[-1] == taken
+
+
 def test_an_updates_seconds_are_those_of_the_bytes_it_moves() -> None:
     """Weight, gradient and two states read, all but the gradient written, the gradient read for its norm: fp32."""
     model = FAMILIES["bert"].model(**WIDE)

@@ -26,6 +26,7 @@ from brimful.models.hub.adapters import make_config, merge_adapter
 from brimful.models.model_stats import linear_parameters
 from brimful.models.packed.equivalence import check_equivalence
 from brimful.models.packed.packed_forward import PackedModel, padding_id_of
+from commands import call, train_words
 from levers.assemblies import assembly_of
 from plain import padded
 from runs import save_tiny_model, single_label_rows, write_rows
@@ -196,6 +197,12 @@ def test_checkpoints_hold_what_is_trained_and_resume_bit_for_bit(folder: Path, t
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
+def test_a_merged_model_is_told(folder: Path) -> None:
+    words = train_words(folder / "rows.jsonl", folder / "base", folder / "plain", "--peft", "lora", "--merge")
+    said = call(*words, "--max-steps", 2, "--device", "cpu", "--learning-rate", 1e-3)
+    assert f"{folder}/plain/model (the adapter is merged: a plain model)" in said.err
+
+
 def test_the_command_line_takes_an_adapter(folder: Path) -> None:
     command = [sys.executable, "-m", "brimful", "classify", str(folder / "run" / "model"), str(folder / "rows.jsonl")]
     done = subprocess.run([*command, "--limit", "3"], capture_output=True, text=True, check=False)
@@ -259,6 +266,26 @@ def test_frozen_weights_are_kept_in_the_precision_of_products_and_saved_as_they_
     weights = load_file(folder / "bf16" / "checkpoints" / "step-00000006" / "weights.safetensors")
     assert weights
     assert not any(".layer.0." in name for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "value"), [("all-but-head", "the head alone"), ("embeddings", "all but embeddings")]
+)
+def test_the_recipe_names_what_is_trained(freeze: str, value: str) -> None:
+    part = assembly_of(FAMILIES["bert"].model(), freeze=freeze).lever(TrainedPart)
+    assert part.value == value
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_its_head(folder: Path) -> None:
+    """Its recipe has the same part by another name."""
+    run = run_adapter(folder, "head", peft=None, lora_r=None, lora_dropout=None, freeze="all-but-head")
+    file = folder / "head" / "run.json"
+    assert '"the head alone"' in file.read_text("utf-8")
+    file.write_text(file.read_text("utf-8").replace('"the head alone"', '"all but all-but-head"'), "utf-8")
+    (folder / "head" / "model" / "config.json").unlink()
+    again = {"peft": None, "lora_r": None, "lora_dropout": None, "freeze": "all-but-head", "max_steps": 7}
+    assert run.steps == 6
+    assert run_adapter(folder, "head", **again, resume=True).steps == 7
 
 
 def test_the_plan_counts_frozen_weights_once() -> None:
@@ -394,9 +421,43 @@ def test_parts_that_a_model_does_not_have_are_refused(freeze: str, said: str) ->
         frozen_names(FAMILIES["bert"].model(), FrozenParts.parse(freeze))
 
 
-def test_targets_that_a_model_does_not_have_are_refused() -> None:
-    with pytest.raises(OptionError, match="does not work on this model"):
-        adapted(FAMILIES["bert"].model(), lora_target_modules="q_proj")
+@pytest.mark.parametrize(
+    ("options", "said", "hint"),
+    [
+        ({"lora_target_modules": "q_proj"}, "none of its modules is called q_proj", "query,key,value,dense"),
+        (
+            {"lora_target_modules": "regex:.*proj"},
+            r"none of its modules matches regex:\.\*proj",
+            "query,key,value,dense",
+        ),
+        ({"peft": "adaption_prompt"}, "adaption_prompt knows no model of type bert", "use lora"),
+        ({"peft": "ln_tuning"}, "Please specify `target_modules`", "as in --lora-target-modules query,key,value,dense"),
+    ],
+)
+def test_targets_that_a_model_does_not_have_are_refused(options: dict[str, str], said: str, hint: str) -> None:
+    """With names that it has, or a method that works on it."""
+    part = asked(**{"peft": "lora", **options})
+    with pytest.raises(OptionError, match=f"does not work on this model: .*{said}") as caught:
+        choose_part(FAMILIES["bert"].model(), part, new_parameters=(), base="base")
+    assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [("lorra", "did you mean lora?"), ("nothing", "lora, rslora, dora, ia3, loha, lokr, vera, oft, ...")],
+)
+def test_methods_that_work_are_named(given: str, hint: str) -> None:
+    with pytest.raises(OptionError, match="names no method and no file") as caught:
+        make_config(asked(peft=given))
+    assert (caught.value.hint or "").startswith(hint)
+
+
+def test_files_that_are_no_configuration_are_told_in_our_words(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text("text,label")
+    for name, said in (("missing.json", "cannot be read: there is no such file"), ("rows.json", "is not JSON")):
+        with pytest.raises(OptionError, match=f"{name} {said}\n") as caught:
+            make_config(asked(peft=str(tmp_path / name)))
+        assert "adapter_config.json, or a method, as lora" in (caught.value.hint or "")
 
 
 def test_an_adapter_that_changes_the_base_is_refused(tmp_path: Path) -> None:

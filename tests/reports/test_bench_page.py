@@ -10,7 +10,7 @@ from benches import figures, guide_bench
 from brimful.core.bench import Bench, BenchRow
 from brimful.reports.bars import Stack, stacked_bars
 from brimful.reports.bench_page import bench_page
-from brimful.reports.bench_text import bench_csv, bench_markdown, bench_text, cells
+from brimful.reports.bench_text import bench_csv, bench_markdown, bench_text, cells, recommended_text
 from brimful.reports.charts import Point, scatter
 from brimful.reports.guide_claims import claim_of
 from pages import Page
@@ -64,6 +64,47 @@ def test_the_recommended_speed_is_the_same_wherever_it_is_said() -> None:
     first, second = (n for n, each in enumerate(rows, 1) if each.row.name in ("recommended", "fp32"))
     assert f"Rows {first}, {second}: other programs were busy" in page.text
     assert "10.00×*" in page.text
+
+
+def _of(bench: Bench, key: str, **changes: object) -> Bench:
+    """The bench with other figures of a row; without any, there was no time for it."""
+    rows = [
+        each
+        if each.row.key != key
+        else replace(each, measured=replace(each.measured, **changes))  # type: ignore[type-var]
+        if changes
+        else BenchRow(row=each.row, status="left", reason="no time left")
+        for each in bench.rows
+    ]
+    return replace(bench, rows=tuple(rows))
+
+
+def test_the_choice_among_few_rows_is_told() -> None:
+    """With how many there was no time for; a row that is faster and not taken, with the reason."""
+    bench = guide_bench()
+    few = recommended_text(_of(bench, "brimful: split in four")) or ""
+    assert few.endswith("Chosen among 20 of brimful's 24 rows: for 2 there was no time")
+    whole = replace(bench, rows=tuple(each for each in bench.rows if each.status != "left"))
+    assert "Chosen among" not in (recommended_text(whole) or "")
+    rounding = _of(whole, "brimful: checkpointing", samples_per_s=1e4, arithmetic="rounding")
+    said = "brimful: checkpointing, 90.91 times as fast, is not taken: it changes arithmetic (rounding)"
+    assert said in (recommended_text(rounding) or "")
+    limited = replace(rounding, options={**rounding.options, "memory_limit": "1GB"})
+    assert "is not taken: it needs more than --memory-limit 1GB" in (recommended_text(limited) or "")
+    best = _of(whole, "brimful: bf16", samples_per_s=1e4)
+    assert "is not taken" not in (recommended_text(best) or "")
+
+
+def test_a_gain_within_the_spread_is_none() -> None:
+    bench = _of(_of(guide_bench(), "brimful: bf16", samples_per_s=11.5), "brimful: recommended", samples_per_s=11.5)
+    plain = bench.rows[0].measured
+    assert plain is not None
+    assert plain.spread == pytest.approx(0.2)
+    steady = _of(bench, "brimful: recommended", block_rates=(11.5, 11.5))
+    said = "no clear gain over trainer: plain: 1.15 times it, within the spread of 20.0 %"
+    assert said in (recommended_text(steady) or "")
+    steady = _of(steady, bench.rows[0].row.key, block_rates=(9.9, 10.0))
+    assert "brimful: bf16, 1.15 times trainer: plain," in (recommended_text(steady) or "")
 
 
 def test_the_recommended_command_can_be_given_to_train() -> None:

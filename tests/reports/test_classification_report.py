@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
+import brimful
 from brimful.core.classification import LENGTH_ENDS, Classification, Counts, GpuShare, Stage
+from brimful.core.errors import DataError
+from brimful.core.manifest import MANIFEST, MANIFEST_SUFFIX, Manifest
 from brimful.core.records import LabelSpace, Machine, PeakMemory, Recipe, to_json
 from brimful.reports.classification_page import classification_page
 from brimful.reports.classification_text import classification_text
@@ -219,3 +223,24 @@ def test_texts_longer_than_any_class() -> None:
     assert "10,000.0 on average" in text
     assert "at most" not in text.split("Texts\n")[1].split("\n")[0]
     assert "8,193 on" in found.text
+
+
+@pytest.mark.parametrize("given", ["results", "results/_manifest.json", "labels.parquet"])
+def test_the_page_of_results(given: str, tmp_path: Path) -> None:
+    """It is made from their manifest, whether a folder or a file; one in their folder is passed over by its readers."""
+    manifest = Manifest(status="finished", identity={}, record=RECORD)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "labels.parquet").touch()
+    for path in (tmp_path / "results" / MANIFEST, tmp_path / ("labels.parquet" + MANIFEST_SUFFIX)):
+        path.write_text(to_json(manifest), "utf-8")
+    page = brimful.report(tmp_path / given)
+    assert page.read_text("utf-8") == classification_page(RECORD)
+    assert page.name == ("_report.html" if given == "results" else "report.html")
+
+
+def test_results_that_are_not_finished_have_no_page(tmp_path: Path) -> None:
+    (tmp_path / "labels.parquet.parts").mkdir()
+    running = to_json(Manifest(status="running", identity={}))
+    (tmp_path / "labels.parquet.parts" / MANIFEST).write_text(running, "utf-8")
+    with pytest.raises(DataError, match="the classification has not finished"):
+        brimful.report(tmp_path / "labels.parquet")

@@ -262,7 +262,9 @@ def test_an_evaluation_has_its_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "output", "said"),
     [
-        ("nothing", None, "no folder that this user may write into"),
+        ("nothing", None, "there is no such folder"),
+        ("rows.json", "nothing/page.html", "no folder that this user may write into"),
+        ("model", None, "it is no record, but a part of a run"),
         (".", None, "there is no record of a run or of an evaluation"),
         (".", "page.txt", "--output page.txt is no name of a page"),
         ("rows.json", None, "it is no record of an evaluation"),
@@ -273,6 +275,9 @@ def test_mistakes_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.json").write_text("[1, 2]")
+    if given == "model":
+        (tmp_path / "model").mkdir()
+        (tmp_path / "run.json").write_text("{}")
     with pytest.raises(brimful.InputError) as caught:
         brimful.report(tmp_path / given / "x" if given == "nothing" else given, output)
     assert said in str(caught.value)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from brimful.core import atomic_files
-from brimful.core.bench import RECOMMENDED, RESULTS, BenchRow, Row, Steps, Workload
+from brimful.core.bench import RECOMMENDED, RESULTS, ROWS, SETUP, BenchRow, Row, Steps, Workload
 from brimful.core.errors import OptionError, OutputError, printable
 from brimful.core.options.bench import BenchOptions
 from brimful.core.options.checks import flag
 from brimful.core.records import from_json, json_text, to_json
 
-_SETUP, _ROWS, _DATA = "bench.json", "rows", "data.parquet"
+_DATA = "data.parquet"
 #: Options that change no row: which rows there are, and what is printed.
 _FREE = {"output", "rows", "budget_s", "quiet", "json", "steps", "repeats", "warmup_steps"}
 #: Facts of the work that make rows comparable with those of another call.
@@ -36,14 +36,14 @@ class BenchFolder:
         """Make the folder and keep others out. Raises: OutputError, OptionError for a folder of something else."""
         if self.path.exists() and not self.path.is_dir():
             raise OptionError(f"--output {printable(self.path)} is a file", hint="give the name of a folder")
-        known = {_SETUP, _ROWS, _DATA, atomic_files.LOCK, RESULTS}
+        known = {SETUP, ROWS, _DATA, atomic_files.LOCK, RESULTS}
         if self.path.is_dir() and (names := {each.name for each in self.path.iterdir()}) and not names & known:
             said = f"--output {printable(self.path)} has other files in it, and no bench"
             raise OptionError(said, hint="give a new folder")
-        atomic_files.make_folder(self.path / _ROWS)
+        atomic_files.make_folder(self.path / ROWS)
         lock = atomic_files.lock_folder(self.path)
         try:
-            atomic_files.clean_temporaries(self.path / _ROWS)
+            atomic_files.clean_temporaries(self.path / ROWS)
             yield
         finally:
             os.close(lock)
@@ -53,7 +53,7 @@ class BenchFolder:
 
         Steps that are asked for and differ are another work, too.
         """
-        path, asked = self.path / _SETUP, self._asked(options)
+        path, asked = self.path / SETUP, self._asked(options)
         if not path.exists():
             setup = {"options": asked, "workload": dataclasses.asdict(workload), "steps": dataclasses.asdict(steps)}
             atomic_files.write_bytes(path, json_text(setup, indent=2).encode())
@@ -91,7 +91,7 @@ class BenchFolder:
     def others(self, rows: Iterable[Row]) -> list[BenchRow]:
         """Rows that were measured by calls for other rows than these, in the order in which they were."""
         keys = {row.key for row in rows} | {f"brimful: {RECOMMENDED}"}
-        files = sorted((self.path / _ROWS).glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+        files = sorted((self.path / ROWS).glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
         found: dict[str, BenchRow] = {}
         for file in files:
             with suppress(OSError, ValueError, KeyError, TypeError):  # not whole
@@ -111,7 +111,7 @@ class BenchFolder:
 
     def _file(self, row: Row) -> Path:
         told = json.dumps([row.key, dict(row.settings)], sort_keys=True)
-        return self.path / _ROWS / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.json"
+        return self.path / ROWS / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.json"
 
 
 _STEP_FLAGS = ("--steps", "--repeats", "--warmup-steps")

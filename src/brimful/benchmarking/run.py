@@ -95,6 +95,9 @@ class BenchRun:
         """The work and the machine, from a process like those of the rows. Raises: InputError that was raised there."""
         ended = run_plan(self._plan(None), Watch(), limit_s=self._left_s())
         found = ended.found or {}
+        if ended.timed_out and self._options.budget_s:
+            said = f"--budget-s {self._options.budget_s:g} was over before the machine was measured"
+            raise InputError(f"nothing could be measured: {said}", hint=_more_time(self._options))
         if "workload" not in found:
             said = str(found.get("error") or ended.reason)
             raise InputError(f"nothing could be measured: {said}" if not found.get("is_input") else said,
@@ -194,7 +197,13 @@ class BenchRun:
 
     def _recommend(self) -> None:
         """Measure the recommended settings once more as the last row."""
-        best = self._best(self._all())
+        found = self._all()
+        best = self._best(found)
+        cut = next((each.wall_s for each in found if each.status == "left" and each.wall_s), None)
+        if cut is not None and not any(each.measured is not None for each in found):
+            said = f"no row was measured: --budget-s {self._options.budget_s:g} left {cut:.0f} s to the first"
+            self._callbacks.warning(f"{said}; {_more_time(self._options)}")
+            return
         if best is None:
             self._callbacks.warning("no row of brimful's was measured that changes no arithmetic: none is recommended")
             return
@@ -258,6 +267,15 @@ def _draws(callbacks: Callbacks) -> bool:
         callbacks.warning(f"{error}: no page is written, brimful report makes it later ({error.hint})")
         return False
     return True
+
+
+def _more_time(options: BenchOptions) -> str:
+    """Hint for a budget that no row fits."""
+    most = _START_S + _STEPS_S
+    return (
+        f"raise --budget-s by some {most:.0f} s for each row, or give 0 for no limit: a row takes about"
+        f" {_START_S:.0f} s to start, and up to {_STEPS_S:.0f} s of steps"
+    )
 
 
 def run_bench(options: BenchOptions, callbacks: Callbacks, *, command: str) -> Bench:

@@ -118,7 +118,12 @@ def _run(name: str, words: list[str]) -> int:
     """Run a command; return its exit code."""
     from brimful.cli.flags import parse_options
 
-    options = parse_options(name, words)
+    try:
+        options = parse_options(name, words)
+    except BrimfulError as error:
+        if "--claim" in words or find_place().leads:
+            raise
+        return error.exit_code  # the leader says it
     if getattr(options, "launcher", "none") != "none" and LAUNCHED not in os.environ:
         return _on_ray(name, options, words)
     claims = getattr(options, "claim", False)  # then each process works by itself, whoever started it

@@ -9,6 +9,8 @@ import argparse
 import ast
 import dataclasses
 import inspect
+import itertools
+import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
@@ -176,7 +178,7 @@ def parse_options(name: str, words: Sequence[str]) -> Any:
     parsed, left = _parser(command, hints).parse_known_args(words)
     if left:
         said = f"brimful {command.name} does not know what to do with {printable(' '.join(left), 200)}"
-        raise OptionError(said, hint=f"{command.example}; quote names with spaces, and globs")
+        raise OptionError(said, hint=f"quote values with spaces, and globs{_quoted(words, left)}; {command.example}")
     asked = vars(parsed)
     given = read_configuration(asked.pop("config"), list(all_hints)) if "config" in asked else {}
     given = {name: value for name, value in given.items() if name in hints} | asked
@@ -275,6 +277,15 @@ def _parser(command: Command, hints: Mapping[str, Any]) -> argparse.ArgumentPars
     group.add_argument("--config", metavar="FILE", help=_CONFIG_HELP)
     group.add_argument("-h", "--help", action="help", help="Show this help, and stop.")
     return parser
+
+
+def _quoted(words: Sequence[str], left: Sequence[str]) -> str:
+    """A flag with the value that words left over probably belong to, in quotes; "" where they follow none."""
+    place = words.index(left[0]) if left[0] in words else 0
+    if place < 2 or not words[place - 2].startswith("--") or words[place - 1].startswith("-"):
+        return ""
+    value = " ".join([words[place - 1], *itertools.takewhile(lambda word: word in left, words[place:])])
+    return f", as in {words[place - 2]} {printable(shlex.quote(value), 200)}"
 
 
 def _shown_as(name: str, hint: Any = str) -> str:

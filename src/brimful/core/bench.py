@@ -21,6 +21,8 @@ Status = Literal["measured", "out_of_memory", "failed", "unsupported", "left"]
 
 #: File of a bench's folder with its record.
 RESULTS = "results.json"
+#: The work that its rows are of, and the folder of finished ones: what a bench leaves that measured none.
+SETUP, ROWS = "bench.json", "rows"
 #: Name of the last row: the fastest recipe of brimful that changes no arithmetic, measured once more.
 RECOMMENDED = "recommended"
 
@@ -191,6 +193,11 @@ def frontier(points: list[tuple[float, float]]) -> list[int]:
             best = points[number][1]
             found.append(number)
     return found
+
+
+def is_begun_bench(path: Path) -> bool:
+    """True for the folder of a bench, of one that has no row yet, too."""
+    return (path / ROWS).is_dir() and any((path / name).is_file() for name in (SETUP, atomic_files.LOCK))
 
 
 def read_bench(path: Path) -> Bench | None:

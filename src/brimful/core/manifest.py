@@ -42,13 +42,15 @@ class Column:
 class Shard(Written):
     """Rows that are in one file, from `first_row` (0 is the first of the input) on, with what was counted of them.
 
-    file: its name in its folder. num_bytes, sha256: of the file; of one that still grows, of its beginning.
+    file: its name in its folder. num_bytes, sha256: of the file; of one that still grows, of its beginning. input: the
+    input's file that its rows are of, where each has results of its own (--claim).
     """
 
     file: str
     first_row: int
     num_rows: int
     counts: Counts
+    input: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

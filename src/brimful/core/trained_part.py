@@ -18,6 +18,8 @@ ADAPTER_SETTINGS = {
     "lora_modules_to_save": "modules_to_save",
 }
 REGEX = "regex:"
+#: The recipe's name for what --freeze all-but-head leaves to train, and what earlier versions called it.
+HEAD_ALONE, ONCE_HEAD_ALONE = "the head alone", "all but all-but-head"
 
 _LAYERS = re.compile(r"layers?[ :=]?\s*(\d{1,6})(?:\s*-\s*(\d{1,6}))?")
 _FREEZE_HINT = "all-but-head, or embeddings, layers 0-5 separated by commas, or regex:PATTERN"

@@ -71,7 +71,7 @@ def check_early(
             check_replaced(Path(options.output), overwrite=options.overwrite, resume=options.resume)
         if options.data != "-":
             names = {"--text-column": options.text_column, "--pair-column": options.pair_column}
-            _check_data(options.data, FileFormat.of(options), names)
+            _check_data(options.data, FileFormat.of(options), names, keep_broken=options.claim)
         _check_model(options)
         return
     check_installed(options.optim)
@@ -142,13 +142,16 @@ def _check_order(options: ClassifyOptions | EvaluateOptions) -> None:
         raise ModelError(f"{data} is a file, and a model is a folder", hint=f"the model comes first: {model} {data}")
 
 
-def _check_data(spec: str, form: FileFormat, names: dict[str, str | None]) -> None:
-    """Files, their first rows, and the columns that are named. Data sets of the hub and workbooks wait."""
+def _check_data(spec: str, form: FileFormat, names: dict[str, str | None], *, keep_broken: bool = False) -> None:
+    """Files, their first rows, and the columns that are named. Data sets of the hub and workbooks wait.
+
+    keep_broken: as of `open_stream`.
+    """
     with refusals(spec):
         locations = locate(spec)
     if any(each.otherwise is not None or split_suffix(each.path)[0] in EXCEL for each in locations):
         return
-    rows = rows_with_fields(open_stream(spec, form=form).sample, *names.values())
+    rows = rows_with_fields(open_stream(spec, form=form, keep_broken=keep_broken).sample, *names.values())
     for flag, name in names.items():
         if name is not None and not (flag == "--pair-column" and name == NO_PAIR):
             _check_named(rows, name, flag)

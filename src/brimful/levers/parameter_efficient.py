@@ -20,7 +20,7 @@ from torch import nn
 from brimful.core.errors import OptionError
 from brimful.core.options.train import TrainOptions
 from brimful.core.records import Arithmetic
-from brimful.core.trained_part import FrozenParts
+from brimful.core.trained_part import HEAD_ALONE, FrozenParts
 from brimful.core.units import count_text
 from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
@@ -64,7 +64,9 @@ class TrainedPart(Lever):
         trained = sum(p.numel() for p in assembly.model.parameters() if p.requires_grad)
         share = f"asked for: {count_text(trained)} of {count_text(num_before)} weights are trained"
         if assembly.adapter is None:
-            return cls(value=f"all but {options.freeze}", reason=share, trained=trained)
+            alone = FrozenParts.parse(options.freeze or "").all_but_head
+            value = HEAD_ALONE if alone else f"all but {options.freeze}"
+            return cls(value=value, reason=share, trained=trained)
         config = assembly.adapter.peft_config["default"]
         return cls(value=describe(options.peft or "", config), reason=share, trained=trained, adapter=True)
 

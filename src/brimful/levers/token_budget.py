@@ -75,8 +75,10 @@ class TokenBudget(Lever):
         said = "" if rows is None else f"at most {rows} rows each, as asked; "
         if not packing.packed:
             shapes, reason = padded_shapes(assembly, tokens, most_rows(assembly))
+            if verdict.ok:
+                _tell_raised(assembly, shapes.num_tokens)
             return cls(
-                value=str(tokens) if verdict.ok else "whole batch",
+                value=str(max(tokens, shapes.num_tokens)) if verdict.ok else "whole batch",
                 reason=said + reason if verdict.ok else verdict.because,
                 tokens=tokens,
                 token_bytes=token_bytes,
@@ -91,6 +93,7 @@ class TokenBudget(Lever):
         share = sum(int(lengths.sum()) for lengths in batches) / max(1, assembly.num_tokens)
         cost = min(1.0, share) * _budget_tokens(assembly)
         budgets = choose_budgets(batches, tokens, assembly.usual_length, most_rows=rows, budget_tokens=cost)
+        _tell_raised(assembly, budgets.tokens[-1])
         more = ", and more would take longer than they save" if cost and len(budgets.tokens) < MAX_BUDGETS else ""
         return cls(
             value=", ".join(map(str, budgets.tokens)),
@@ -128,6 +131,17 @@ class TokenBudget(Lever):
                 padding_id=padding_id,
                 split=self.supports(assembly).ok,
             )
+
+
+def _tell_raised(assembly: Assembly, tokens: int) -> None:
+    """Warn that --token-budget is below the longest row that was seen, and what is taken in its place."""
+    asked = assembly.options.token_budget
+    if asked is None or asked >= assembly.max_length:
+        return
+    longest = max((int(lengths.max(initial=0)) for lengths in assembly.batches(asked)), default=0)
+    if asked < longest:
+        said = f"a row has {longest:,} tokens, and is not cut in two"
+        assembly.warn(f"--token-budget {asked:,} is raised to {tokens:,}: {said}")
 
 
 def cuts_windows(assembly: Assembly) -> bool:

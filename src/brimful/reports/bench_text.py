@@ -12,7 +12,7 @@ from brimful.core.command_line import command_of
 from brimful.core.errors import InputError, printable
 from brimful.core.options.bench import OF_TRAIN
 from brimful.core.options.train import TrainOptions
-from brimful.core.units import bytes_text, count_text, share_text
+from brimful.core.units import bytes_text, count_text, parse_bytes, share_text
 from brimful.reports.memory_text import memory_names
 from brimful.reports.text_columns import aligned, fitted
 
@@ -119,7 +119,34 @@ def recommended_text(bench: Bench) -> str | None:
     busy = measured is not None and bench.workload.disturbed(measured)
     unsure = " (others were busy on this machine: measure it again)" if busy else ""
     said = bench.recommended if gained is None else f"{bench.recommended}, {gained}"
-    return f"Recommended: {said}, brimful's fastest that fits and changes no arithmetic{unsure}"
+    first = f"Recommended: {said}, brimful's fastest that fits and changes no arithmetic{unsure}"
+    return ". ".join(filter(None, (first, _passed_over(bench), _few(bench))))
+
+
+def _passed_over(bench: Bench) -> str | None:
+    """Brimful's fastest row, where another one is recommended, and why it is not; None where they are the same."""
+    ours = {row.key: each for row, each in bench.measured() if row.side == "brimful" and row.name != RECOMMENDED}
+    if (best := ours.get(bench.recommended or "")) is None:
+        return None
+    key = max(ours, key=lambda each: ours[each].samples_per_s)
+    figures, limit = ours[key], bench.options.get("memory_limit")
+    if figures.samples_per_s <= best.samples_per_s:
+        return None
+    if limit is not None and figures.memory_bytes is not None and figures.memory_bytes > parse_bytes(limit):
+        why = f"needs more than --memory-limit {limit}"
+    else:
+        why = (
+            "changes what is learned" if figures.arithmetic == "exact" else f"changes arithmetic ({figures.arithmetic})"
+        )
+    return f"{key}, {figures.samples_per_s / best.samples_per_s:.2f} times as fast, is not taken: it {why}"
+
+
+def _few(bench: Bench) -> str | None:
+    """Number of brimful's rows that the recommended one was chosen among; None where there was time for all."""
+    ours = [each for each in bench.rows if each.row.side == "brimful" and each.row.name != RECOMMENDED]
+    left = sum(each.status == "left" for each in ours)
+    measured = sum(each.measured is not None for each in ours)
+    return f"Chosen among {measured} of brimful's {len(ours)} rows: for {left} there was no time" if left else None
 
 
 def gained_text(bench: Bench, measured: Measured) -> str | None:
@@ -130,6 +157,10 @@ def gained_text(bench: Bench, measured: Measured) -> str | None:
         return None
     than = bench.rows[0].row.key
     if before is None or abs(before - now) <= _AGREES * now:
+        plain = bench.rows[0].measured
+        spread = max(each.spread or 0.0 for each in (measured, plain) if each is not None)
+        if abs(now - 1) <= spread:
+            return f"no clear gain over {than}: {now:.2f} times it, within the spread of {share_text(spread)}"
         return f"{now:.2f} times {than}"
     if min(before, now) < 1 < max(before, now):
         return f"no clear gain over {than}: {before:.2f} times it in the table, {now:.2f} when measured again"

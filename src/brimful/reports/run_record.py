@@ -13,8 +13,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from brimful.core.errors import DataError, first_line, printable
+from brimful.core.bench import is_begun_bench
+from brimful.core.errors import DataError, did_you_mean, first_line, printable
 from brimful.core.evaluation import Evaluation
+from brimful.core.manifest import MANIFEST
 from brimful.core.records import Processes, Run, from_json
 
 T = TypeVar("T")
@@ -87,9 +89,25 @@ def read_record(given: Path) -> RunReport | Evaluation:
             raise DataError(said, file=str(path / _EVENTS), hint="give the folder of a run") from error
     file = path / _EVALUATION if path.is_dir() else path
     if not file.is_file():
-        hint = f"a run has {_RUN}, an evaluation {_EVALUATION}"
-        raise DataError("there is no record of a run or of an evaluation", file=str(given), hint=hint)
+        said, hint = _without_record(path)
+        raise DataError(said, file=str(given), hint=hint)
     return _read(Evaluation, file)
+
+
+def _without_record(path: Path) -> tuple[str, str]:
+    """Say what is at `path`, where that is neither a run nor an evaluation, and what to give in its place."""
+    shown = printable(path, 200)
+    if not path.exists():
+        near = sorted(each.name for each in path.parent.iterdir() if each.is_dir()) if path.parent.is_dir() else []
+        meant = did_you_mean(path.name, near)
+        return "there is no such folder", meant or "give the folder that --output of the command named"
+    if is_begun_bench(path):
+        return "it is a bench without rows: none was measured yet", "the same command goes on; raise its --budget-s"
+    if (path.parent / _RUN).is_file():
+        return "it is no record, but a part of a run", f"did you mean {printable(path.parent, 200)}?"
+    if (path / MANIFEST).is_file():
+        return "it holds answers of classify", f"score them first: brimful evaluate {shown} --output FOLDER"
+    return "there is no record of a run or of an evaluation", f"a run has {_RUN}, an evaluation {_EVALUATION}"
 
 
 def _run_report(folder: Path) -> RunReport:

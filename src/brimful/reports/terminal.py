@@ -198,7 +198,11 @@ class Terminal(Callbacks):
             rows.append(("input", f"steps waited {seconds_text(run.input_wait_s)} for batches, {share} of their time"))
         if run.processes is not None:
             rows.append(("processes", processes_text(run.processes)))
-        rows += [("model", printable(f"{folder}/model", 1000)), ("record", printable(f"{folder}/run.json", 1000))]
+        merged = " (the adapter is merged: a plain model)" if run.options.get("merge") else ""
+        rows += [
+            ("model", printable(f"{folder}/model", 1000) + merged),
+            ("record", printable(f"{folder}/run.json", 1000)),
+        ]
         for line in aligned([(printable(name), value) for name, value in rows]):
             self._say(line, indent=2)
         if self._evaluation is not None:

@@ -1,4 +1,4 @@
-"""Write the page of a run, of an evaluation or of a bench, from its folder alone."""
+"""Write the page of a run, of an evaluation, of a classification or of a bench, from its folder alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 
 from brimful.core import atomic_files
 from brimful.core.bench import read_bench
-from brimful.core.errors import OptionError, printable
+from brimful.core.classification import Classification
+from brimful.core.errors import DataError, OptionError, printable
 from brimful.core.evaluation import Evaluation
+from brimful.core.manifest import MANIFEST, MANIFEST_SUFFIX, read_manifest
 from brimful.reports.bench_page import bench_page
+from brimful.reports.classification_page import classification_page
 from brimful.reports.evaluation_page import evaluation_page
 from brimful.reports.run_page import run_page
 from brimful.reports.run_record import read_record
@@ -17,24 +20,49 @@ from brimful.reports.svg import check_charts
 
 
 def report(run: str | Path, output: str | Path | None = None) -> Path:
-    """Write a page about a run, finished or under way, an evaluation or a bench; return its path. Loads no torch.
+    """Write a page about a run, finished or under way, an evaluation, a classification or a bench; return its path.
+    Loads no torch.
 
-    run: folder of a run, of a bench or of an evaluation, or its JSON file. output: the page; default report.html in the
-    folder.
+    run: folder of a run, of a bench or of an evaluation, or its JSON file; results of classify, a folder or a file.
+    output: the page; default report.html in the folder, in one of results _report.html, which readers of it pass over.
     Raises: BrimfulError.
     """
     check_charts()
     given = Path(run).expanduser()
-    path = (given if given.is_dir() else given.parent) / "report.html" if output is None else Path(output)
+    results = _results(given)
+    if results is None and not given.exists():
+        read_record(given)  # says so
+    name = "_report.html" if results is not None and given.is_dir() else "report.html"
+    path = (given if given.is_dir() else given.parent) / name if output is None else Path(output)
     check_page(path)
     bench = read_bench(given) if given.is_dir() else None
-    if bench is not None:
+    if results is not None:
+        page = classification_page(results)
+    elif bench is not None:
         page = bench_page(bench)
     else:
         record = read_record(given)
         page = evaluation_page(record) if isinstance(record, Evaluation) else run_page(record)
     atomic_files.write_bytes(path, page.encode())
     return path
+
+
+def _results(given: Path) -> Classification | None:
+    """The record of results of classify, a folder or a file with a manifest; None for anything else.
+
+    Raises: DataError for results that are not finished.
+    """
+    if given.is_dir() or given.name == MANIFEST:
+        found = read_manifest(given / MANIFEST if given.is_dir() else given)
+    else:
+        parts = given.with_name(given.name + ".parts")  # while it is not finished
+        found = read_manifest(given.with_name(given.name + MANIFEST_SUFFIX)) or read_manifest(parts / MANIFEST)
+    if found is None:
+        return None
+    if found.record is None:
+        hint = "finish it with the same command and --resume"
+        raise DataError("the classification has not finished", file=str(given), hint=hint)
+    return found.record
 
 
 #: Bytes from the beginning of a page, and what is in them if it is one of ours.

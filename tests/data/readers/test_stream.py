@@ -473,6 +473,31 @@ def test_damage_ends_the_stream_after_the_rows_before(tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"{broken}: cannot be unpacked as gzip")
 
 
+@pytest.mark.parametrize("kind", ["csv.gz", "jsonl.gz", "json", "parquet", "arrow"])
+def test_a_broken_file_keeps_its_place_beside_others(tmp_path: Path, kind: str) -> None:
+    """The others have the columns and the first rows; where all are broken, the stream is."""
+    rows = [{"text": f"number {n}"} for n in range(5)]
+    whole = encoded(rows, kind.partition(".")[0])
+    whole = gzip.compress(whole) if kind.endswith(".gz") else whole
+    first, second, third = (str(tmp_path / f"{n}.{kind}") for n in (1, 2, 3))
+    for file, data in ((first, whole[: len(whole) // 2]), (second, whole), (third, b"")):
+        put(Path(file), data)
+    with pytest.raises(DataError, match=f"{first}|{third}"):
+        open_stream(str(tmp_path))
+    stream = open_stream(str(tmp_path), keep_broken=True)
+    assert stream.files == (first, second, third)
+    assert joined(list(stream.by_part()[1].chunks())) == rows
+    assert pa.concat_tables(stream.beginning()).to_pylist() == rows
+    for number, file in ((0, first), (2, third)):
+        alone = stream.by_part()[number]
+        assert (alone.warnings, alone.notes) == ((), ())
+        with pytest.raises(DataError, match=file):
+            list(alone.chunks())
+    Path(second).write_bytes(b"")
+    with pytest.raises(DataError, match=r"is empty|cannot be|no whole|not JSON"):
+        open_stream(str(tmp_path), keep_broken=True)
+
+
 @pytest.mark.parametrize("kind", ["parquet", "feather", "arrow"])
 def test_a_damaged_batch(tmp_path: Path, kind: str) -> None:
     whole = encoded([{"text": "some words", "n": n} for n in range(90)], kind)

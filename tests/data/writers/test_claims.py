@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,10 +135,11 @@ def test_a_piece_that_cannot_be_done_is_tried_once_by_whoever_comes_later(tmp_pa
 
 ROWS = (5, 0, 7)
 PIECES = ("first", "second", "third")
+GIVEN: Any = {"pieces": PIECES, "names": [f"{name}.csv" for name in PIECES], "shard_rows": 2}
 
 
 def output_in(path: Path, lease_s: float = ENDLESS, **own: str) -> ClaimedOutput:
-    output = ClaimedOutput(path, identity={"asked": "this"}, own=own, pieces=PIECES, shard_rows=2, lease_s=lease_s)
+    output = ClaimedOutput(path, identity={"asked": "this"}, own=own, **GIVEN, lease_s=lease_s)
     assert output.enter() is None
     return output
 
@@ -179,8 +181,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     assert complete(output) == [len(ROWS)]
     manifest = read_manifest(path / MANIFEST)
     assert manifest is not None
-    assert [(each.file, each.first_row, each.num_rows) for each in manifest.shards] == [
-        ("part-00000.parquet", 0, 5), ("part-00001.parquet", 5, 0), ("part-00002.parquet", 5, 7),
+    assert [(each.file, each.input, each.first_row, each.num_rows) for each in manifest.shards] == [
+        ("part-00000.parquet", "first.csv", 0, 5),
+        ("part-00001.parquet", "second.csv", 5, 0),
+        ("part-00002.parquet", "third.csv", 5, 7),
     ]  # fmt: skip
     return whole(path)
 
@@ -257,7 +261,7 @@ def test_whoever_comes_later_completes(left_off: str, tmp_path: Path, alone: dic
         shutil.copytree(path / CLAIMS, tmp_path / "claims")
         complete(output)
         shutil.copytree(tmp_path / "claims", path / CLAIMS)
-        later = ClaimedOutput(path, identity=output._of_piece, own={}, pieces=PIECES, shard_rows=2, lease_s=ENDLESS)
+        later = ClaimedOutput(path, identity=output._of_piece, own={}, **GIVEN, lease_s=ENDLESS)
         assert later.enter() is not None
     else:
         later = output_in(path)
@@ -293,7 +297,7 @@ def test_a_piece_that_has_changed_since_is_told(tmp_path: Path) -> None:
         do(output, claim)
         output.publish(claim)
     other = ("first", "mended", "third")
-    later = ClaimedOutput(path, identity={"asked": "this"}, own={}, pieces=other, shard_rows=2, lease_s=ENDLESS)
+    later = ClaimedOutput(path, identity={"asked": "this"}, own={}, **GIVEN | {"pieces": other}, lease_s=ENDLESS)
     assert later.enter() is None
     with pytest.raises(OutputError, match=r"part-00001\.parquet has changed since"):
         complete(later)

@@ -141,6 +141,26 @@ def test_a_damaged_file_is_named_and_done_once_it_is_mended(home: Path, tmp_path
     assert results(output)["files"] == results(home / "alone" / "results")["files"]
 
 
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_file_that_is_broken_from_its_start_on(number: int, home: Path, tmp_path: Path, start: Start) -> None:
+    """The first file, which would be looked at before the others, and another one."""
+    (tmp_path / "model").symlink_to(home / "model")
+    shutil.copytree(home / "rows", tmp_path / "rows")
+    broken = tmp_path / "rows" / f"file-{number}.parquet"
+    whole = broken.read_bytes()
+    broken.write_bytes(whole[: len(whole) // 2])
+    output = tmp_path / "results"
+    first = start(words(tmp_path, output))
+    assert first.end() == 2, first.said
+    assert f"1 of 4 files cannot be classified: {broken}: is no whole parquet file" in first.said
+    others = [each for each in range(FILES) if each != number]
+    assert [each.name for each in sorted(output.glob("*.parquet"))] == [f"part-0000{each}.parquet" for each in others]
+    broken.write_bytes(whole)
+    second = start(words(tmp_path, output))
+    assert second.end() == 0, second.said
+    assert results(output)["files"] == results(home / "alone" / "results")["files"]
+
+
 #: Operations before which a process is killed or stopped.
 PLANS = {
     "as the folder of claims is made": "rename:.claims:1",

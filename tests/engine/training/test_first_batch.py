@@ -100,6 +100,7 @@ def test_the_first_batch_is_compared(model: Path, rows: Path, tmp_path: Path, op
     assert not any("first batch" in warning for warning in heard.warnings)
 
 
+@pytest.mark.filterwarnings("ignore:--token-budget 24 is raised:UserWarning")
 @pytest.mark.parametrize("options", [{}, {"token_budget": 24}, {"optim": "sgd"}])
 def test_the_comparison_changes_nothing(
     model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]

@@ -198,5 +198,6 @@ def test_what_cannot_be_streamed_is_refused() -> None:
             setattr(assembly, name, value)
         with pytest.raises(OptionError, match=reason):
             assembly.find(Streaming)
-    with pytest.raises(OptionError, match="--stream-folder is for --stream-weights disk"):
+    with pytest.raises(OptionError, match="--stream-folder is for --stream-weights disk") as caught:
         TrainOptions(data="", model="", output="", stream_folder=".")
+    assert caught.value.hint == "add --stream-weights disk, or leave it out"

@@ -9,10 +9,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
-from brimful.core.errors import OptionError, encodes, printable
+from brimful.core.errors import OptionError, did_you_mean, encodes, printable
 from brimful.core.units import parse_bytes
 
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False", type(None): "nothing"}
+#: Letters that tell choices which begin with them from others, and choices that a hint names.
+_FEWEST_LETTERS, _MOST_NEAR = 3, 3
 
 
 def check_types(options: object) -> None:
@@ -34,7 +36,17 @@ def check_types(options: object) -> None:
             if isinstance(value, str):
                 _check_text(flag(field.name), value)
         if not fits:
-            raise refused(options, field.name, repr(value), wanted)
+            near = _near(value, kinds) if get_origin(hint) is Literal and isinstance(value, str) else None
+            raise refused(options, field.name, repr(value), wanted, hint=near)
+
+
+def _near(value: str, choices: Sequence[Any]) -> str | None:
+    """Hint with the choices that a value begins, or else the one that it resembles."""
+    bare = value.lower().replace("-", "_")
+    begun = [each for each in choices if len(bare) >= _FEWEST_LETTERS and str(each).startswith(bare)][:_MOST_NEAR]
+    if len(begun) > 1:
+        return f"did you mean {', '.join(begun[:-1])} or {begun[-1]}?"
+    return did_you_mean(value, begun or [str(each) for each in choices])
 
 
 def _check_text(name: str, value: str) -> None:
@@ -101,8 +113,10 @@ def check_numbers(options: object, names: Sequence[str], fits: Callable[[float],
             raise refused(options, name, value, wanted)
 
 
-def refused(options: object, name: str, value: object, wanted: str) -> OptionError:
-    """The error about the value of a field, with its default as the hint."""
+def refused(options: object, name: str, value: object, wanted: str, *, hint: str | None = None) -> OptionError:
+    """The error about the value of a field; without a hint, its default is one."""
+    if hint is not None:
+        return OptionError(f"{flag(name)} is {printable(value)}: it must be {wanted}", hint=hint)
     default = next(field.default for field in dataclasses.fields(cast(Any, options)) if field.name == name)
     if default is None or default is dataclasses.MISSING:
         hint = "leave it out, or see --help" if default is None else "see --help"
@@ -161,7 +175,13 @@ def check_update(options: Any) -> None:
             f"--optim-args is {printable(options.optim_args)}, and --optim {options.optim} takes none",
             hint="AdamW's settings are --adam-beta1, --adam-beta2, --adam-epsilon and --weight-decay",
         )
-    names = {part.split("=")[0].strip() for part in (options.optim_args or "").split(",")}
+    parts = [part.strip() for part in (options.optim_args or "").split(",")] if options.optim_args else []
+    if wrong := [part for part in parts if not re.fullmatch(r"[^=\s]+\s*=[^=]*[^=\s]", part)]:
+        raise OptionError(
+            f"--optim-args has '{printable(wrong[0])}', which is no name=value",
+            hint="separate them by commas, as in momentum=0.9,nesterov=True",
+        )
+    names = {part.split("=")[0].strip() for part in parts}
     if own := [name for name in _ARGS_OF_THEIR_OWN if name in names]:
         raise OptionError(
             f"{own[0]} in --optim-args has no effect", hint=f"it is an option of its own: {_ARGS_OF_THEIR_OWN[own[0]]}"
@@ -213,7 +233,9 @@ def check_tensor_parallel(options: Any) -> None:
 def check_streaming(options: Any) -> None:
     """Check that --stream-folder has a use, and that nothing else is to keep activations of streamed layers."""
     if options.stream_folder is not None and options.stream_weights != "disk":
-        raise OptionError("--stream-folder is for --stream-weights disk", hint="leave one of the two out")
+        raise OptionError(
+            "--stream-folder is for --stream-weights disk", hint="add --stream-weights disk, or leave it out"
+        )
     checkpointing = getattr(options, "gradient_checkpointing", "none")
     if options.stream_weights != "none" and checkpointing not in ("none", "full"):
         raise OptionError(

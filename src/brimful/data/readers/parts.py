@@ -134,6 +134,17 @@ def _refit_row(
     return pa.table(columns), faults[0]
 
 
+class BrokenPart(Part):
+    """A file that cannot be read from its start on: it raises `error` wherever its rows are asked for."""
+
+    def __init__(self, file: str, error: DataError) -> None:
+        self.files, self.schema, self._error = (file,), pa.schema([]), error
+        self.size_bytes = Path(file).stat().st_size if Path(file).is_file() else 0
+
+    def pieces(self, start: int) -> Iterator[Piece]:
+        raise self._error
+
+
 class TablePart(Part):
     """Rows of a table that is in memory or mapped into it."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import BinaryIO
 
 import pyarrow as pa
 
-from brimful.core.errors import OptionError
+from brimful.core.errors import DataError, OptionError
 from brimful.data.file_names import split_suffix
 from brimful.data.readers.columnar import ArrowPart, ParquetPart
 from brimful.data.readers.compression import reading
@@ -24,7 +24,7 @@ from brimful.data.readers.json_document import has_lines, parse_document
 from brimful.data.readers.json_rows import JsonObjectsPart, JsonPipePart, json_lines_parts
 from brimful.data.readers.lines import FileLines
 from brimful.data.readers.locations import Location, locate, refusals
-from brimful.data.readers.parts import Part, TablePart, TextFilesPart
+from brimful.data.readers.parts import BrokenPart, Part, TablePart, TextFilesPart
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.stream import RowStream
 from brimful.data.readers.text_encoding import BOM, TextDecoder, decoded_text
@@ -58,10 +58,13 @@ def open_stream(
     form: FileFormat | None = None,
     limit: int | None = None,
     tables: Tables | None = None,
+    *,
+    keep_broken: bool = False,
 ) -> RowStream:
     """The first `limit` rows of `spec`, as `read_rows` describes it, or of `-` for JSON lines on `stdin`.
 
-    A column has one type in all files: the wider number, or text, where their types differ.
+    A column has one type in all files: the wider number, or text, where their types differ. keep_broken: a file that
+    cannot be read from its start on raises its error when its rows are read, if any other file can be read.
 
     Raises: as `read_rows` does, but DataError for damage only where it is seen from the start, and for a row only where
     none of the first can be read.
@@ -74,9 +77,44 @@ def open_stream(
             _check_form(form, ())
             stream = RowStream(spec, [JsonPipePart(stdin or sys.stdin.buffer)], limit)
         else:
-            stream = RowStream(spec, _parts_at(locate(spec), form), limit)
+            locations = locate(spec)
+            try:
+                return _sampled(spec, locations, form, limit, {})
+            except DataError:
+                if not keep_broken or not (broken := _broken(locations, form)):
+                    raise
+            return _sampled(spec, locations, form, limit, broken)
         stream.sample  # noqa: B018
     return stream
+
+
+def _sampled(
+    spec: str, locations: Sequence[Location], form: FileFormat, limit: int | None, broken: Mapping[str, DataError]
+) -> RowStream:
+    """The rows of all locations, with their sample read. broken: errors of files that are not opened, by path."""
+    parts = _parts_at([location for location in locations if location.path not in broken], form)
+    if broken:
+        order = {location.path: number for number, location in enumerate(locations)}
+        parts += [BrokenPart(file, error) for file, error in broken.items()]
+        parts.sort(key=lambda part: order[part.files[0]])
+    stream = RowStream(spec, parts, limit)
+    stream.sample  # noqa: B018
+    return stream
+
+
+def _broken(locations: Sequence[Location], form: FileFormat) -> dict[str, DataError]:
+    """The errors of files that cannot be read from their start on, by path; none where no file can be."""
+    files = [location for location in locations if not location.is_text and location.otherwise is None]
+    found: dict[str, DataError] = {}
+    for location in files:
+        try:
+            with refusals(location.path):
+                [part] = _opened([location], form, {location.path: _format_of(location.path, form)})
+                if part.peek() is not None:
+                    RowStream(location.path, [part]).sample  # noqa: B018
+        except DataError as error:
+            found[location.path] = error
+    return found if len(found) < len(locations) else {}
 
 
 def _stream_of(name: str, table: pa.Table, form: FileFormat, limit: int | None = None) -> RowStream:
@@ -125,6 +163,12 @@ def _parts_at(locations: Sequence[Location], form: FileFormat) -> list[Part]:
     files = [location.path for location in locations if not location.is_text and location.otherwise is None]
     kinds = {file: _format_of(file, form) for file in files}
     _check_form(form, [*kinds.values(), *(".txt" for location in locations if location.is_text)])
+    return _opened(locations, form, kinds)
+
+
+def _opened(locations: Sequence[Location], form: FileFormat, kinds: Mapping[str, str]) -> list[Part]:
+    """The parts of the locations, in their order. kinds: of the files, as `_format_of` tells them."""
+    files = [location.path for location in locations if location.path in kinds]
     json_files = [file for file in files if kinds[file] == ".jsonl"]
     json_parts = dict(zip(json_files, json_lines_parts(json_files, form.encoding), strict=True))
     parts: list[Part] = []

@@ -26,7 +26,7 @@ from brimful.core.errors import DataError, first_line, listed, printable
 from brimful.data.readers.column_types import common_type, converted
 from brimful.data.readers.formats import no_rows
 from brimful.data.readers.locations import refusals
-from brimful.data.readers.parts import Part, Piece, RowsRead, refit
+from brimful.data.readers.parts import BrokenPart, Part, Piece, RowsRead, refit
 from brimful.data.readers.rows import Rows
 
 _CHUNK_ROWS = 1 << 16
@@ -63,8 +63,9 @@ class RowStream:
     def __init__(self, name: str, parts: Sequence[Part], limit: int | None = None) -> None:
         self.name, self._limit = name, limit
         self._parts = parts
+        self._whole = [part for part in parts if not isinstance(part, BrokenPart)]
         self.files = tuple(file for part in parts for file in part.files)
-        self.schema = _common_schema(parts)
+        self.schema = _common_schema(self._whole or parts)
         counts = [part.num_rows for part in parts if part.num_rows is not None]
         self.num_rows = sum(counts) if len(counts) == len(parts) else None
         if limit is not None and self.num_rows is not None:
@@ -84,11 +85,11 @@ class RowStream:
 
     @functools.cached_property
     def sample(self) -> Rows:
-        """The first rows: what was read first of the first file that has any.
+        """The first rows: what was read first of the first file that has any, broken files left out.
 
         Raises: DataError where there are no rows, or none of the first can be read.
         """
-        for part in self._parts:
+        for part in self._whole:
             if piece := part.peek():
                 table, faults = self._fitted(piece)
                 if len(faults) == table.num_rows:
@@ -134,7 +135,7 @@ class RowStream:
         if self._limit is not None and self._limit <= self.sample.num_rows:
             return
         with suppress(DataError), refusals(self.name):  # `chunks` says so when it is there
-            files = (part for part in self._parts if part.size_bytes is not None)
+            files = (part for part in self._whole if part.size_bytes is not None)
             pieces = (piece for part in files for piece in part.pieces(0) if piece.table.num_rows)
             for piece in itertools.islice(pieces, 1, None):  # the first is the sample
                 yield self._fitted(piece)[0]
@@ -233,7 +234,7 @@ class RowStream:
     def warnings(self) -> tuple[str, ...]:
         """Doubts about the way that the first file is read; a line each. The others have its columns."""
         with suppress(DataError), refusals(self.name):
-            return tuple(self._parts[0].warnings())
+            return tuple(doubt for part in self._whole[:1] for doubt in part.warnings())
         return ()
 
     @property
@@ -245,7 +246,7 @@ class RowStream:
     def _guesses(self) -> tuple[str, ...]:
         """Lines on how many files there are, and on the first line of the first. The others have its columns."""
         with suppress(DataError), refusals(self.name):
-            return (*self._files_note(), *self._parts[0].guesses())
+            return (*self._files_note(), *(guess for part in self._whole[:1] for guess in part.guesses()))
         return ()
 
     def _files_note(self) -> list[str]:

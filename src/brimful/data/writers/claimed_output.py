@@ -46,7 +46,7 @@ RecordOf = Callable[[Sequence[Classification]], Classification]
 class ClaimedOutput:
     """Results of pieces of the input in the folder `path`.
 
-    pieces: a fingerprint of each.
+    pieces: a fingerprint of each. names: of the input's file that each has, for the manifest.
     identity: facts that all processes must agree on. own: facts that decide the bytes of a piece besides: work that
     another process began is gone on with only where they are equal, and is done anew elsewhere.
     Raises: OutputError, DiskFullError.
@@ -54,11 +54,11 @@ class ClaimedOutput:
 
     def __init__(
         self, path: Path, *, identity: Mapping[str, Any], own: Mapping[str, Any], pieces: Sequence[str],
-        shard_rows: int, lease_s: float,
+        names: Sequence[str], shard_rows: int, lease_s: float,
     ) -> None:  # fmt: skip
         self._path, self._pieces, self._shard_rows = path, range(len(pieces)), shard_rows
         self._identity = plain_identity({**identity, "--claim": True, "pyarrow": pa.__version__})
-        self._fingerprints, self._of_piece = pieces, {**identity, **own}
+        self._fingerprints, self._names, self._of_piece = pieces, names, {**identity, **own}
         self._of_whole = {**self._identity, "the input's files": sha256("\0".join(pieces).encode()).hexdigest()}
         self.claims = Claims(path, len(pieces), lease_s=lease_s)
 
@@ -164,6 +164,7 @@ class ClaimedOutput:
                     num_bytes=size,
                     sha256=digest,
                     counts=counts,
+                    input=self._names[number],
                 )
             )
             first_row += counts.num_rows

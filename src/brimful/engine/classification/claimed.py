@@ -61,6 +61,7 @@ def classify_claimed(
             own={DEVICE: identity.pop(DEVICE)},
             identity=identity,
             pieces=[piece.fingerprint for piece in pieces],
+            names=[piece.name for piece in pieces],
             shard_rows=options.shard_rows,
             lease_s=options.lease,
         )

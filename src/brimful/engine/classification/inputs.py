@@ -68,7 +68,8 @@ def look(options: ClassifyOptions, callbacks: Callbacks, tables: Tables | None) 
     checked = check_model(options)
     callbacks.stage(f"reading {options.data}")
     stdin = sys.stdin.buffer if options.data == "-" else None
-    rows = open_stream(options.data, stdin, FileFormat.of(options), options.limit, tables)
+    form = FileFormat.of(options)
+    rows = open_stream(options.data, stdin, form, options.limit, tables, keep_broken=options.claim)
     for warning in rows.warnings:
         callbacks.warning(warning)
     for note in rows.notes:

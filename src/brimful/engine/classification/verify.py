@@ -24,6 +24,7 @@ from brimful.engine.classification.runner import Checked, Runner, make_runner
 from brimful.engine.classification.stages import Busy
 from brimful.levers.precision import choose_precision
 from brimful.step.precision import Precision
+from brimful.step.recovery import OutOfMemoryLog
 from brimful.tasks.answer_equivalence import compare_answers
 
 Logits = npt.NDArray[np.float32]
@@ -164,7 +165,13 @@ def _plain_runner(
     budget = max(checked.max_length, _REFERENCE_TOKENS)
     budget = min(options.token_budget or budget, budget)
     padded = replace(options, execution="eager", packing="off", token_budget=budget)
-    plain = make_runner(checked, padded, exact, sample=asked.sequences, num_tokens=0, callbacks=callbacks, hear=hear)
+    plain = make_runner(
+        *(checked, padded, exact),
+        sample=asked.sequences,
+        num_tokens=0,
+        callbacks=Callbacks(),  # what options lead to is said of the pass
+        hear=hear or OutOfMemoryLog(warn=callbacks.warning),
+    )
     plain.forward.where = "check"
     plain.model.set_attn_implementation("eager")
     return plain

@@ -11,6 +11,7 @@ from brimful.core.errors import CheckpointError, OutputError, printable
 from brimful.core.options.checks import flag
 from brimful.core.options.train import TrainOptions, differences, differences_in_rows
 from brimful.core.records import ADAPTER_FILE, CHOSEN_ROWS, TOKENIZER, LabelSpace, Recipe, Run
+from brimful.core.trained_part import HEAD_ALONE, ONCE_HEAD_ALONE
 from brimful.engine.learning import learning_of
 
 if TYPE_CHECKING:  # they import torch, which options are checked without
@@ -91,7 +92,9 @@ def check_levers(run: Run, recipe: Recipe, options: TrainOptions) -> None:
     """
     levers = (*run.recipe.levers, *recipe.levers)
     names = dict.fromkeys(lever.name for lever in levers if lever.arithmetic == "training")
-    values = [(name, run.recipe.value(name), recipe.value(name)) for name in names]
+    before = {name: run.recipe.value(name) for name in names}
+    once = {name: HEAD_ALONE for name, was in before.items() if was == ONCE_HEAD_ALONE}
+    values = [(name, was, recipe.value(name)) for name, was in (before | once).items()]
     if changed := [f"{name} was {was}, is {value}" for name, was, value in values if was != value]:
         raise _refused(options, changed)
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from brimful.core.atomic_files import path_text
 from brimful.core.callbacks import Callbacks
-from brimful.core.errors import BrimfulError, OptionError, RanksError
+from brimful.core.errors import BrimfulError, OptionError, RanksError, listed
 from brimful.core.options.train import TrainOptions
 from brimful.core.phases import Phases
 from brimful.core.place import check_tensor_parallel, find_place
@@ -156,7 +157,7 @@ def _train_on(
         if before is not None:
             check_options(before, options, precision.value)
             if _is_finished(before, path, prepared):
-                callbacks.note("this run had finished; nothing was changed")
+                callbacks.note(_finished_text(before, folder, prepared.num_steps))
                 return dataclasses.replace(before, options=dataclasses.asdict(options))  # it may have been moved
             _go_on_longer(before, folder, prepared, options, callbacks)
         baselines = stack.enter_context(closing(Baselines(prepared, options, beside=device.type == "cuda")))
@@ -224,6 +225,17 @@ def _go_on_longer(
     done = max(saved_steps(folder.checkpoints), default=0)
     if before.status != "finished" and prepared.num_steps < done:
         callbacks.warning(f"{done:,} steps are done, and {prepared.num_steps:,} are asked for: none is left to make")
+
+
+def _finished_text(run: Run, folder: RunFolder, asked: int) -> str:
+    """A line on a run that has no step left to make. asked: steps that this call wants."""
+    if asked >= run.steps:
+        return "this run had finished; nothing was changed"
+    said = f"this run had finished: it has {run.steps:,} steps, and {asked:,} are asked for; nothing was changed"
+    earlier = [f"{each:,}" for each in sorted(saved_steps(folder.checkpoints)) if each < run.steps]
+    if not earlier:
+        return f"{said}; no earlier checkpoint is left to make a model of"
+    return f"{said}; brimful export {path_text(folder.path)} --step N makes a model of step {listed(earlier)}"
 
 
 def _is_finished(run: Run | None, path: Path, prepared: Prepared) -> bool:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,8 @@ _VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "rslora": ("lora", {"use_rslora": True}),
     "dora": ("lora", {"use_dora": True}),
 }
+#: Methods that a hint names: they work on every model with linear layers.
+_USUAL = ("lora", "rslora", "dora", "ia3", "loha", "lokr", "vera", "oft")
 #: Methods that need a call of their own in each step, or a second pass.
 _NEED_CALLS = {
     "ADALORA": "it changes ranks in every step",
@@ -51,6 +54,8 @@ _ALWAYS_SAVED = ("classifier", "score")
 _ALL_LINEAR = "all-linear"
 #: Methods that peft chooses the modules of, or asks for them: not every linear one has a place in them.
 _CHOOSE = ("IA3", "LN_TUNING")
+#: Ends of names that a hint names.
+_MOST_ENDS = 8
 #: Numbers of each parameter that are looked at.
 _LOOKED_AT = 1000
 
@@ -77,10 +82,10 @@ def make_config(options: TrainOptions) -> Any:
     known = {getattr(name, "value", str(name)): config for name, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     in_place = {getattr(name, "value", str(name)) for name in PEFT_TYPE_TO_TUNER_MAPPING}
     if kind not in known:
+        some = [name for name in _USUAL if name in _VARIANTS or name.upper() in in_place]
         raise OptionError(
             f"--peft names no method and no file: {printable(options.peft)}",
-            hint=f"lora, rslora, dora, {', '.join(sorted(name.lower() for name in in_place - _NEED_CALLS.keys())[:12])}"
-            ", ... or a peft config file",
+            hint=did_you_mean(options.peft, some) or f"{', '.join(some)}, ... or a peft config file",
         )
     _require_in_place(kind, in_place, known[kind])
     for field, name in ADAPTER_SETTINGS.items():
@@ -119,10 +124,15 @@ def _asked_values(asked: str) -> dict[str, Any]:
 
 
 def _read_json(path: Path, error: type[OptionError] | type[ModelError]) -> dict[str, Any]:
+    hint = f"name a peft config file, as {CONFIG}, or a method, as lora" if error is OptionError else "copy it again"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as failure:
-        raise error(f"{path_text(path)} cannot be read: {first_line(failure)}", hint="a peft config file") from failure
+    except FileNotFoundError as failure:
+        raise error(f"{path_text(path)} cannot be read: there is no such file", hint=hint) from failure
+    except OSError as failure:
+        raise error(f"{path_text(path)} cannot be read: {failure.strerror}", hint=hint) from failure
+    except ValueError as failure:
+        raise error(f"{path_text(path)} is not JSON", hint=hint) from failure
     if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
         raise error(f"{path_text(path)} has no peft_type", hint='as in {"peft_type": "LORA", "r": 16}')
     return values
@@ -183,11 +193,7 @@ def add_adapter(
             torch.default_generator.manual_seed(seed)
             wrapped = peft.get_peft_model(model, config)
     except Exception as error:  # peft raises what it likes: ValueError for targets, TypeError for modules
-        raise OptionError(
-            f"--peft does not work on this model: {first_line(error)}",
-            hint="name the modules: --lora-target-modules with ends of their names"
-            + ("" if _kind_of(config) in _CHOOSE else ", or all-linear"),
-        ) from error
+        raise _refused(error, config, model) from error
     _check_loads(wrapped)
     wrapped.peft_config["default"].base_model_name_or_path = base  # peft takes the model's own, which was given weights
     if changed := [name for name, p, some in before if not torch.equal(_some_of(p), some)]:
@@ -204,6 +210,46 @@ def add_adapter(
             hint="name its module in --lora-modules-to-save",
         )
     return wrapped
+
+
+def _refused(error: Exception, config: Any, model: Any) -> OptionError:
+    """The error for an adapter that peft could not put into `model`."""
+    ends = _linear_ends(model)
+    named = f"--lora-target-modules {','.join(ends)}"
+    or_all = "" if _kind_of(config) in _CHOOSE else ", or all-linear"
+    asked = getattr(config, "target_modules", None)
+    names = sorted(asked) if isinstance(asked, list | set | tuple) else []
+    said = f"none of its modules is called {printable(listed(names, 5))}" if names else ""
+    if isinstance(asked, str) and asked != _ALL_LINEAR:
+        said = f"none of its modules matches {REGEX}{printable(asked)}"
+    is_there = any(_is_named(name, model) for name in names) if names else _matches(str(asked), model)
+    if said and not is_there:
+        return OptionError(f"--peft does not work on this model: {said}", hint=f"use {named}{or_all}")
+    if "Unsupported model type" in str(error):  # of a method that knows some types of models alone
+        said = f"{_kind_of(config).lower()} knows no model of type {printable(model.config.model_type)}"
+        return OptionError(f"--peft does not work on this model: {said}", hint=f"use {_USUAL[0]}")
+    return OptionError(
+        f"--peft does not work on this model: {first_line(error)}", hint=f"name the modules, as in {named}{or_all}"
+    )
+
+
+def _is_named(end: str, model: Any) -> bool:
+    return any(name == end or name.endswith(f".{end}") for name, _ in model.named_modules())
+
+
+def _matches(pattern: str, model: Any) -> bool:
+    with suppress(re.error):
+        return any(re.fullmatch(pattern, name) for name, _ in model.named_modules())
+    return True
+
+
+def _linear_ends(model: Any) -> list[str]:
+    """Last parts of the names of the base model's linear modules, in their order."""
+    from torch import nn
+
+    base = model.base_model
+    names = [name for name, module in base.named_modules() if isinstance(module, nn.Linear)]
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))[:_MOST_ENDS]
 
 
 def _some_of(parameter: Tensor) -> Tensor:
