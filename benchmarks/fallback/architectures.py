@@ -71,8 +71,9 @@ PACKED: dict[str, dict[str, Any]] = {
     "qwen3_moe": _MIXED | _EXPERTS | {"head_dim": 64, "num_experts": 4, "moe_intermediate_size": 256},
 }
 ARCHITECTURES = UNPACKED | PACKED
-#: Of those that cannot run in bf16 on a GPU: FNet's transform has no half precision there.
-PRECISIONS = {"fnet": "tf32"}
+#: Of those that cannot run in bf16 on a GPU: FNet's transform has no half precision there, and YOSO's own backward pass
+#: meets fp32 and bf16.
+PRECISIONS = {"fnet": "tf32", "yoso": "tf32"}
 SHAPES = ("short", "mixed", "dense")
 SIZES = ("base", "small", "smoke")
 #: Width, layers, heads and inner width of sizes below base; 0 keeps a configuration's own.

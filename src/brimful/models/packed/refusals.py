@@ -9,10 +9,14 @@ from typing import NoReturn
 from brimful.core.errors import HalfPrecisionError, ModelError, printable
 from brimful.kernels.layout import PaddedInputs
 
-#: How torch says that an operation has no half precision, or none for such sizes.
+#: How torch says that an operation has no half precision, none for such sizes, or none beside fp32, as a model's own
+#: backward pass meets it without autocast.
 _NO_HALF = (
     *("Unsupported dtype BFloat16", "Unsupported dtype Half", "for 'BFloat16'", "for 'Half'"),
     "computing in half precision",
+    "but found BFloat16",
+    "but found Half",
+    *("float != c10::BFloat16", "c10::BFloat16 != float", "float != c10::Half", "c10::Half != float"),
 )
 
 
