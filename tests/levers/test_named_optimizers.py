@@ -196,5 +196,46 @@ def test_settings_that_it_does_not_take_are_refused() -> None:
         with pytest.raises(OptionError, match="in --optim-args has no effect") as caught:
             brimful.train("x.csv", model="x", output="y", optim="sgd", optim_args=given, device="cpu")
         assert caught.value.hint == f"it is an option of its own: {option}"
-    with pytest.raises(OptionError, match="--optim-args is amsgrad=True, and --optim adamw_torch takes none"):
-        brimful.train("x.csv", model="x", output="y", optim="adamw_torch", optim_args="amsgrad=True", device="cpu")
+
+
+@pytest.mark.parametrize("kernels", [{"foreach": False}, {"foreach": True}, {"fused": False}, {"fused": True}], ids=str)
+def test_each_kind_of_adamw_learns_as_torchs_own(kernels: dict[str, bool]) -> None:
+    ((name, value),) = kernels.items()
+    model = FAMILIES["bert"].model(initializer_range=0.02)
+    plain = copy.deepcopy(model)
+    expected = plain_run(plain, torch.optim.AdamW(plain.parameters(), lr=RATE, weight_decay=0.0, **kernels), 0.05)
+    step = make_step("adamw_torch", model, f"{name}={value}")
+    made = [update_class(each) for each in step.update._optimizers]
+    assert made == [("AdamW", kernels.get("foreach", False), kernels.get("fused", False))]
+    outcomes = [step.run(ROWS.batch(number)).read() for number in range(4)]
+    saved = snapshot(step)
+    outcomes += [step.run(ROWS.batch(number)).read() for number in range(4, STEPS)]
+    assert [o.loss for o in outcomes] == pytest.approx(expected, rel=RUN_LOSS_FP32)
+    assert difference(weights(model), weights(plain)) < RUN_WEIGHTS_FP32
+    resumed = make_step("adamw_torch", FAMILIES["bert"].model(3), f"{name}={value}")
+    resumed.load_state(saved)
+    assert [resumed.run(ROWS.batch(number)).read() for number in range(4, STEPS)] == outcomes[4:]
+    assert same(snapshot(resumed), snapshot(step))
+
+
+def update_class(optimizer: torch.optim.Optimizer) -> tuple[str, bool, bool]:
+    """Its name, and whether it is a foreach or a fused one."""
+    (settings,) = {(group["foreach"], group["fused"]) for group in optimizer.param_groups}
+    return (type(optimizer).__name__, *settings)
+
+
+@pytest.mark.parametrize(
+    ("optim", "given", "why"),
+    [
+        ("adamw_torch", {"optim_args": "amsgrad=True"}, "takes only foreach and fused, each True or False"),
+        ("adamw_torch", {"optim_args": "foreach=2"}, "takes only foreach and fused, each True or False"),
+        ("adamw_torch", {"optim_args": "foreach=True,foreach=False"}, "takes only foreach and fused"),
+        ("adamw_torch", {"optim_args": "foreach=True, fused=True"}, "takes one of the two"),
+        ("adamw_torch_fused", {"optim_args": "foreach=True"}, "takes only fused=True"),
+        ("adamw_torch", {"optim_args": "fused=False", "optimizer_offload": True}, "--optimizer-offload updates a part"),
+    ],
+)
+def test_kinds_of_adamw_that_there_are_not(optim: str, given: dict[str, Any], why: str) -> None:
+    with pytest.raises(OptionError, match=why) as caught:
+        brimful.train("x.csv", model="x", output="y", optim=optim, device="cpu", **given)
+    assert caught.value.hint

@@ -62,3 +62,12 @@ def test_the_recipe_names_the_kernels() -> None:
         line = assembly_of(model, optim=optim).lever(Optimizer).line()
         assert line.value == optim
         assert line.reason == f"asked for; torch's fused kernels ({why}), fp32 weights and states"
+    said = {
+        "foreach=False": "torch's loop over weights; the host waits for each step's gradient",
+        "foreach=True": "torch's foreach kernels; the host waits for each step's gradient",
+        "fused=True": "torch's fused kernels",
+    }
+    for optim_args, kernels in said.items():
+        line = assembly_of(model, optim="adamw_torch", optim_args=optim_args).lever(Optimizer).line()
+        assert line.reason == f"asked for; {kernels}, fp32 weights and states"
+        assert line.arithmetic == "exact"

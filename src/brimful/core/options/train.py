@@ -142,7 +142,8 @@ class TrainOptions:
     optim: OptimizerChoice = "adamw_torch_fused"
     """Optimizer, by transformers' names. All but AdamW and SGD change what is learned, or how states are rounded."""
     optim_args: str | None = None
-    """The optimizer's own settings, as transformers takes them: `momentum=0.9` for sgd."""
+    """The optimizer's own settings, as transformers takes them: `momentum=0.9` for sgd. For adamw_torch `foreach=False`
+    (a loop over weights), `foreach=True` or `fused=True`: torch's own update, not ours."""
     weight_decay: float = 0.0
     """Decoupled weight decay; never on biases and norms."""
     adam_beta1: float = 0.9
