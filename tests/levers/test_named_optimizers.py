@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -26,6 +27,7 @@ from brimful.levers.optimizer import Optimizer
 from brimful.levers.optimizer_names import OPTIMIZERS, WITH_32_BITS, make_optimizers
 from brimful.step.precision import Precision
 from brimful.step.step import Step, make_schedule
+from brimful.step.updates.lion import Lion
 from runs import save_tiny_model, single_label_rows, write_rows
 from step.test_step import CPU, ROWS, STEPS, TASK, execution_of, plain_run, same, snapshot, weights
 from tiny import FAMILIES
@@ -176,6 +178,23 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(optimizer_names.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(OptionError, match="needs the package bitsandbytes"):
         brimful.train("x.csv", model="x", output="y", optim="adamw_8bit", device="cpu")
+
+
+def test_lion_in_32_bits_is_ours_and_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_names.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    optimizer_names.check_installed("lion_32bit")
+    model = FAMILIES["bert"].model()
+    lever = Optimizer(value="lion_32bit", beta1=0.8, beta2=0.9, weight_decay=0.1)
+    precision = Precision(value="fp32", device=CPU, reason="a test")
+    update: Any = lever.update(model, make_schedule("linear", RATE, STEPS, 3), precision, max_grad_norm=0.05)
+    (ours,) = update._optimizers
+    assert isinstance(ours, Lion)
+    assert ours._betas == (0.8, 0.9)
+    assert [group["weight_decay"] for group in ours.param_groups] == [0.1, 0.0]
+    assert update.on_device
+    with pytest.raises(OptionError, match="--optim lion_32bit does not take alpha, which --optim-args has"):
+        make_step("lion_32bit", FAMILIES["bert"].model(), "alpha=1")
 
 
 def test_settings_that_it_does_not_take_are_refused() -> None:
