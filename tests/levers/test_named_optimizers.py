@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -31,17 +32,27 @@ from brimful.step.updates.lion import Lion
 from runs import save_tiny_model, single_label_rows, write_rows
 from step.test_step import CPU, ROWS, STEPS, TASK, execution_of, plain_run, same, snapshot, weights
 from tiny import FAMILIES
-from tolerances import RUN_LOSS_FP32, RUN_WEIGHTS_FP32, difference
+from tolerances import PAIR_OF_LEVERS, RUN_LOSS_FP32, RUN_WEIGHTS_FP32, difference
 
-#: Of each package those whose code differs; torchao's are compiled, which takes a GPU to be quick.
-TRIED = ["adafactor", "rmsprop", "lion_32bit", "adamw_8bit", "schedule_free_adamw"]
+#: bitsandbytes' own word about its paged ones, which the recipe has.
+UNPAGED = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+#: Names whose steps can be compared number by number: all states in 32 bits. Those of Lion are signs, which rounding
+#: turns: tests/step/updates/test_on_device.py.
+IN_32_BITS = [name for name in OPTIMIZERS if "8bit" not in name and "4bit" not in name and "lion" not in name]
 RATE = 2e-3
 
 
 def installed(name: str) -> Any:
     package = OPTIMIZERS[name].package
     missing = package is not None and importlib.util.find_spec(package) is None
-    return pytest.param(name, marks=pytest.mark.skipif(missing, reason=f"without {package}"))
+    return pytest.param(name, marks=[UNPAGED, pytest.mark.skipif(missing, reason=f"without {package}")])
+
+
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """torchao compiles its update for each shape, which takes a minute on a CPU."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def make_step(name: str, model: Any, optim_args: str | None = None) -> Step:
@@ -53,19 +64,20 @@ def make_step(name: str, model: Any, optim_args: str | None = None) -> Step:
 
 def by_trainer(name: str, model: nn.Module, optim_args: str | None = None) -> torch.optim.Optimizer:
     arguments: Any = SimpleNamespace(
-        optim=name, optim_args=optim_args, learning_rate=RATE, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8
-    )
+        optim=name, optim_args=optim_args, learning_rate=RATE, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8,
+        weight_decay=0.0, warmup_steps=0,
+    )  # fmt: skip
     kind, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
-    made: torch.optim.Optimizer = kind(model.parameters(), **settings)
+    made: torch.optim.Optimizer = kind([{"params": list(model.parameters()), "weight_decay": 0.0}], **settings)
     if hasattr(made, "train"):
         made.train()
     return made
 
 
-@pytest.mark.parametrize(
-    ("name", "optim_args"), [("adafactor", None), ("rmsprop", "alpha=0.9"), ("sgd", "momentum=0.9"), ("adagrad", None)]
-)
-def test_ten_steps_are_those_of_trainers_optimizer(name: str, optim_args: str | None) -> None:
+@pytest.mark.parametrize("asked", [*(installed(name) for name in IN_32_BITS), "rmsprop alpha=0.9", "sgd momentum=0.9"])
+def test_ten_steps_are_those_of_trainers_optimizer(asked: str) -> None:
+    name, _, given = asked.partition(" ")
+    optim_args = given or None
     model = FAMILIES["bert"].model(initializer_range=0.02)
     plain = copy.deepcopy(model)
     expected = plain_run(plain, by_trainer(name, plain, optim_args), 0.05)
@@ -81,7 +93,8 @@ def learned(model: nn.Module) -> torch.Tensor:
     return torch.cat([weight.flatten() for weight in weights])
 
 
-@pytest.mark.parametrize("name", [installed(name) for name in TRIED])
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("name", [installed(name) for name in OPTIMIZERS])
 def test_a_continued_run_is_bit_equal(name: str) -> None:
     """Averages of weights, numbers by group and states of 8 bits among it, and evaluation in between."""
     wide = {"hidden_size": 64, "intermediate_size": 128}  # small tensors keep 32 bits
@@ -100,6 +113,35 @@ def test_a_continued_run_is_bit_equal(name: str) -> None:
         found.append(resumed.run(ROWS.batch(number)).read())
     assert found == whole[4:]
     assert same(snapshot(resumed), snapshot(through))
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("name", [installed(name) for name in OPTIMIZERS if name != "adafactor"])
+def test_states_have_the_bytes_that_costs_are_counted_by(name: str) -> None:
+    model = FAMILIES["bert"].model(hidden_size=64, intermediate_size=128)
+    step = make_step(name, model)
+    step.run(ROWS.batch(0))
+    weight = model.bert.encoder.layer[0].intermediate.dense.weight
+    states = next(each.state[weight] for each in step.update._optimizers if each.state.get(weight))
+    kept = [t for key, t in states.items() if isinstance(t, torch.Tensor) and t.numel() >= weight.numel()]
+    found = sum(t.codes.nbytes if hasattr(t, "codes") else t.nbytes for t in kept)
+    assert found == OPTIMIZERS[name].state_bytes * weight.numel()
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("name", [installed(name) for name in WITH_32_BITS if "lion" not in name])
+def test_states_in_fewer_bits_learn_what_32_do(name: str) -> None:
+    found = []
+    for each in (name, WITH_32_BITS[name]):
+        model = FAMILIES["bert"].model(hidden_size=64, intermediate_size=128, initializer_range=0.02)
+        step = make_step(each, model)
+        losses = [step.run(ROWS.batch(number)).read().loss for number in range(STEPS)]
+        found.append((losses, learned(model)))
+    (losses, weights), (expected, others) = found
+    begun = learned(FAMILIES["bert"].model(hidden_size=64, intermediate_size=128, initializer_range=0.02))
+    assert losses == pytest.approx(expected, rel=PAIR_OF_LEVERS["training"][0])
+    most = 0.75 if "4bit" in name else 0.25  # of the way from where both began
+    assert 0 < difference(weights - begun, others - begun) < most
 
 
 def test_embeddings_keep_32_bits() -> None:

@@ -71,3 +71,11 @@ def test_the_recipe_names_the_kernels() -> None:
         line = assembly_of(model, optim="adamw_torch", optim_args=optim_args).lever(Optimizer).line()
         assert line.reason == f"asked for; {kernels}, fp32 weights and states"
         assert line.arithmetic == "exact"
+
+
+def test_the_recipe_says_where_states_are_not_paged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("brimful.levers.optimizer.check_installed", lambda _: None)
+    monkeypatch.setattr(Optimizer, "apply", lambda *_: None)
+    for optim, said in (("paged_adamw_8bit", True), ("adamw_8bit", False)):
+        line = assembly_of(FAMILIES["bert"].model(), optim=optim).lever(Optimizer).line()
+        assert ("; not paged on a CPU" in line.reason) == said

@@ -78,7 +78,7 @@ OPTIMIZERS: Mapping[str, NamedOptimizer] = {
     "ademamix_8bit": NamedOptimizer(state_bytes=3, source=_ADEMAMIX, package="bitsandbytes"),
     "paged_ademamix_32bit": NamedOptimizer(state_bytes=12, source=f"{_ADEMAMIX}; {_PAGED}", package="bitsandbytes"),
     "paged_ademamix_8bit": NamedOptimizer(state_bytes=3, source=f"{_ADEMAMIX}; {_PAGED}", package="bitsandbytes"),
-    "rmsprop_bnb": NamedOptimizer(state_bytes=1, source="Tieleman and Hinton 2012", package="bitsandbytes"),
+    "rmsprop_bnb": NamedOptimizer(state_bytes=4, source="Tieleman and Hinton 2012", package="bitsandbytes"),
     "rmsprop_bnb_8bit": NamedOptimizer(state_bytes=1, source="Tieleman and Hinton 2012", package="bitsandbytes"),
     "rmsprop_bnb_32bit": NamedOptimizer(state_bytes=4, source="Tieleman and Hinton 2012", package="bitsandbytes"),
     "schedule_free_adamw": NamedOptimizer(state_bytes=8, source=_FREE, package="schedulefree"),
