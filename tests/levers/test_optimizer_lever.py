@@ -123,3 +123,10 @@ def test_levers_that_move_memory_to_the_host_are_warned_of_on_a_cpu(asked: dict[
     assembly.recipe((Checkpointing, Streaming, Optimizer), "cpu")
     expected = f"{flag} saves nothing on a CPU, whose memory is the host's, and takes more of it: leave it out"
     assert warned == ([expected] if flag else [])
+
+
+def test_the_recipe_says_the_schedule_of_an_optimizer_that_needs_none() -> None:
+    pytest.importorskip("schedulefree")
+    for asked, said in (({}, "constant_with_warmup"), ({"lr_scheduler_type": "cosine"}, "cosine")):
+        assembly = assembly_of(FAMILIES["bert"].model(), optim="schedule_free_adamw", **asked)
+        assert f"; learning rate {said}, and weights are averaged" in assembly.lever(Optimizer).line().reason

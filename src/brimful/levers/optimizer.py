@@ -147,6 +147,8 @@ class Optimizer(Lever):
         if asked.named is not None:
             reason = "asked for; as transformers' Trainer makes it, fp32 weights"
             reason += ", embeddings with states in 32 bits" if asked.value in WITH_32_BITS else ""
+            if asked.named.package == "schedulefree":
+                reason += f"; learning rate {assembly.options.lr_scheduler_type}, and weights are averaged"  # type: ignore[union-attr]
             reason += "; not paged on a CPU" if "paged" in asked.value and assembly.device.type == "cpu" else ""
             reason += "" if asked.value in ON_DEVICE else "; the host waits for each step's gradient"
         cut, together = _cut(assembly), assembly.find(DataParallel)
