@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -202,6 +203,16 @@ def test_every_name_is_trainers_and_has_its_facts() -> None:
     assert names <= {each.value for each in OptimizerNames}
     assert names == {*OPTIMIZERS, "adamw_torch", "adamw_torch_fused", "sgd"}
     assert set(WITH_32_BITS) | set(WITH_32_BITS.values()) <= names
+
+
+def test_the_guide_names_the_package_of_each() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "memory.md").read_text("utf-8")
+    table = text.partition("| package, besides torch |\n")[2].partition("\n\n")[0]
+    lines = [[re.findall(r"`(\w+)`", cell) for cell in line.strip("|").split("|")] for line in table.splitlines()[1:]]
+    found = {name: package[0] if package else None for names, package in lines for name in names}
+    assert found == {
+        name: OPTIMIZERS[name].package if name in OPTIMIZERS else None for name in get_args(OptimizerChoice)
+    }
 
 
 def test_a_run_by_the_command_line_and_its_record(tmp_path: Path) -> None:
