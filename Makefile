@@ -11,13 +11,25 @@ QUICK := test_words.py core data/batches data/labels data/readers/test_stream.py
 	cli/test_config_file.py cli/test_train_command.py::test_the_talk_in_a_pipe \
 	cli/test_classify_command.py::test_lines_of_json_on_stdout_keep_columns_and_order
 
-.PHONY: demo test quick mutants heads check faults scripts clean
+# Tests of what runs with packages that `make test` does without.
+EXTRAS := levers/test_named_optimizers.py step/updates/test_on_device.py engine/training/test_deepspeed_training.py \
+	cli/test_ray_launch.py
+
+.PHONY: demo test quick mutants heads check extras faults scripts clean
 
 .venv/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "brimful needs Python 3.11 or newer; hint: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo,compare,datasets,excel,tensorboard,report]'
+	@touch $@
+
+# An environment of its own; DeepSpeed compiles nothing.
+.venv/extras/installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "brimful needs Python 3.11 or newer; hint: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv .venv/extras
+	.venv/extras/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	DS_BUILD_OPS=0 .venv/extras/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,optimizers,deepspeed,ray]'
 	@touch $@
 
 demo: .venv/installed
@@ -42,6 +54,10 @@ check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Optimizers of bitsandbytes and torchao, DeepSpeed and Ray: after a change to one of them.
+extras: .venv/extras/installed
+	.venv/extras/bin/python -m pytest $(addprefix tests/,$(EXTRAS))
 
 faults: .venv/installed
 	$(BIN)/python -m pytest -m faults -s tests/engine/training/test_faults.py tests/engine/training/test_rank_faults.py tests/engine/training/test_resume.py tests/engine/classification/test_classify_faults.py tests/engine/classification/test_claim_faults.py tests/data/writers/test_shards.py

@@ -201,3 +201,19 @@ def test_updates_that_cannot_be_are_refused_with_the_reason(asked: dict[str, Any
     assert error.value.hint
     assert options(optimizer_in_backward=True, max_grad_norm=0.0).optimizer_in_backward
     assert options(optimizer_in_backward=True, late_clipping=True).late_clipping
+
+
+@pytest.mark.parametrize(
+    ("asked", "schedule"),
+    [
+        ({}, "linear"),
+        ({"optim": "sgd"}, "linear"),
+        ({"optim": "schedule_free_adamw"}, "constant_with_warmup"),
+        ({"optim": "schedule_free_sgd", "lr_scheduler_type": "auto"}, "constant_with_warmup"),
+        ({"optim": "schedule_free_radam", "lr_scheduler_type": "linear"}, "linear"),
+    ],
+)
+def test_optimizers_without_a_schedule_have_none_unless_asked(asked: dict[str, Any], schedule: str) -> None:
+    options = TrainOptions(data="", model="", output="", **asked)
+    assert options.lr_scheduler_type == schedule
+    assert TrainOptions(**dataclasses.asdict(options)) == options

@@ -269,7 +269,7 @@ def test_processes_split_a_batch_that_did_not_fit_alike() -> None:
             return batch
 
         step = SimpleNamespace(device=torch.device("cpu"), captures=False, abandon=lambda: True)
-        built = SimpleNamespace(layout=layout, step=step, longest=40, lengths=[first, second])
+        built = SimpleNamespace(layout=layout, step=step, longest=40, lengths=[first, second], remedy=None)
         fitted = FittedStep(cast(Assembled, built), lambda _: None)
         for number, lengths in enumerate((first, second)):
             fitted.attempt(part(number, lengths, fitted.layout), work, where="step")

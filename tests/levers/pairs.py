@@ -23,25 +23,33 @@ LEVERS: dict[str, dict[str, Any]] = {
     "activations offloaded": {"gradient_checkpointing": "offload"},
     "states offloaded": {"optimizer_offload": True},
     "updated in backward": {"optimizer_in_backward": True},
+    "clipped late": {"optimizer_in_backward": True, "late_clipping": True, "max_grad_norm": 1.0},
     "states in bf16": {"optimizer_state_dtype": "bf16"},
     "states in 8 bits": {"optimizer_state_dtype": "8bit"},
     "weights in bf16": {"weight_dtype": "bf16", "precision": "bf16"},
     "weights streamed": {"stream_weights": "host"},
     "weights streamed from a file": {"stream_weights": "disk"},
     "frozen in part": {"freeze": "embeddings,layers 0-0"},
+    "low rank": {"peft": "lora"},
     "adafactor": {"optim": "adafactor"},
+    "schedule-free": {"optim": "schedule_free_adamw"},
     "sgd": {"optim": "sgd"},
 }
+#: Options that change what the plain step learns, which has them, too.
+LEARNS = ("optim", "freeze", "peft", "max_grad_norm")
+#: Options with which a part of the weights is in no checkpoint.
+FREEZING = frozenset({"freeze", "peft"})
 STREAMED = ("weights streamed", "weights streamed from a file")
 #: Pairs that are refused, and a part of the reason.
 REFUSED = {
     frozenset(pair): reason
     for reason, pairs in {
         "is for AdamW": itertools.product(
-            ("adafactor", "sgd"),
+            ("adafactor", "schedule-free", "sgd"),
             (
                 "states offloaded",
                 "updated in backward",
+                "clipped late",
                 "states in bf16",
                 "states in 8 bits",
                 "weights in bf16",
@@ -51,7 +59,8 @@ REFUSED = {
         "computes every layer again": itertools.product(
             ("every other recomputed", "recomputed within a limit", "activations offloaded"), STREAMED
         ),
-        "overflows are known only at the end": [("fp16", "updated in backward")],
+        "overflows are known only at the end": [("fp16", "updated in backward"), ("fp16", "clipped late")],
+        "--peft and --freeze are both given": [("frozen in part", "low rank")],
     }.items()
     for pair in pairs
 }

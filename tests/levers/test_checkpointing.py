@@ -36,6 +36,8 @@ from runs import save_tiny_model, single_label_rows, write_rows
 from tiny import FAMILIES, LONGEST
 from tolerances import MODEL_FP32, difference
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* saves nothing on a CPU")
+
 ASKED = ("none", "full", "selective", "offload")
 DEEP = {"hidden_size": 32, "num_hidden_layers": 4}
 

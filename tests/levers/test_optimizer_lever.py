@@ -13,7 +13,10 @@ from transformers import (
     XLNetConfig,
 )
 
+from brimful.levers.checkpointing import Checkpointing
 from brimful.levers.optimizer import Optimizer, decayed_names, parameter_groups
+from brimful.levers.streaming import Streaming
+from brimful.levers.token_budget import TokenBudget
 from levers.assemblies import assembly_of
 from tiny import FAMILIES
 
@@ -62,3 +65,68 @@ def test_the_recipe_names_the_kernels() -> None:
         line = assembly_of(model, optim=optim).lever(Optimizer).line()
         assert line.value == optim
         assert line.reason == f"asked for; torch's fused kernels ({why}), fp32 weights and states"
+    said = {
+        "foreach=False": "torch's loop over weights; the host waits for each step's gradient",
+        "foreach=True": "torch's foreach kernels; the host waits for each step's gradient",
+        "fused=True": "torch's fused kernels",
+    }
+    for optim_args, kernels in said.items():
+        line = assembly_of(model, optim="adamw_torch", optim_args=optim_args).lever(Optimizer).line()
+        assert line.reason == f"asked for; {kernels}, fp32 weights and states"
+        assert line.arithmetic == "exact"
+
+
+def test_the_recipe_says_where_states_are_not_paged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("brimful.levers.optimizer.check_installed", lambda _: None)
+    monkeypatch.setattr(Optimizer, "apply", lambda *_: None)
+    for optim, said in (("paged_adamw_8bit", True), ("adamw_8bit", False)):
+        line = assembly_of(FAMILIES["bert"].model(), optim=optim).lever(Optimizer).line()
+        assert ("; not paged on a CPU" in line.reason) == said
+
+
+@pytest.mark.parametrize(
+    ("asked", "count", "larger"),
+    [
+        ({"token_budget": 64, "packing": "auto"}, 2, "--token-budget"),
+        ({"token_budget": 4096, "packing": "auto"}, None, ""),
+        ({"per_device_batch_size": 1, "gradient_accumulation_steps": 4}, 4, "--per-device-batch-size"),
+    ],
+)
+def test_updates_in_the_backward_pass_of_several_micro_batches_are_warned_of(
+    asked: dict[str, Any], count: int | None, larger: str
+) -> None:
+    """Once: gradients are summed up then, and take what they would without."""
+    warned: list[str] = []
+    asked = {"packing": "off", "optimizer_in_backward": True, "max_grad_norm": 0.0, "optim": "adamw_torch"} | asked
+    assembly = assembly_of(FAMILIES["bert"].model(), warn=warned.append, lengths=(30, 30, 30, 30), **asked)
+    assembly.lever(TokenBudget)
+    assembly.lever(Optimizer)
+    expected = [
+        f"--optimizer-in-backward has no effect on gradients' memory: a batch is {count} micro-batches, whose gradients"
+        f" are summed up; raise {larger}, or lower --batch-size"
+    ]
+    assert warned == (expected if count else [])
+
+
+@pytest.mark.parametrize(
+    ("asked", "flag"),
+    [
+        ({"optimizer_offload": True}, "--optimizer-offload"),
+        ({"stream_weights": "host"}, "--stream-weights host"),
+        ({"gradient_checkpointing": "offload"}, "--gradient-checkpointing offload"),
+        ({"stream_weights": "disk"}, None),
+    ],
+)
+def test_levers_that_move_memory_to_the_host_are_warned_of_on_a_cpu(asked: dict[str, Any], flag: str | None) -> None:
+    warned: list[str] = []
+    assembly = assembly_of(FAMILIES["bert"].model(num_hidden_layers=3), warn=warned.append, **asked)
+    assembly.recipe((Checkpointing, Streaming, Optimizer), "cpu")
+    expected = f"{flag} saves nothing on a CPU, whose memory is the host's, and takes more of it: leave it out"
+    assert warned == ([expected] if flag else [])
+
+
+def test_the_recipe_says_the_schedule_of_an_optimizer_that_needs_none() -> None:
+    pytest.importorskip("schedulefree")
+    for asked, said in (({}, "constant_with_warmup"), ({"lr_scheduler_type": "cosine"}, "cosine")):
+        assembly = assembly_of(FAMILIES["bert"].model(), optim="schedule_free_adamw", **asked)
+        assert f"; learning rate {said}, and weights are averaged" in assembly.lever(Optimizer).line().reason

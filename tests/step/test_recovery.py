@@ -7,7 +7,7 @@ import torch
 
 from brimful.core.errors import MemoryFullError
 from brimful.step import recovery
-from brimful.step.recovery import until_it_fits
+from brimful.step.recovery import until_it_fits, whole_model_fits
 
 
 class _Smallest:
@@ -37,5 +37,23 @@ def test_a_limit_that_leaves_nothing_is_named(monkeypatch: pytest.MonkeyPatch, a
 
     with pytest.raises(MemoryFullError, match="cannot be split any further") as raised:
         until_it_fits(work, _Smallest(), torch.device("cpu"), lambda found: None, where="step", batch=3)
+    assert raised.value.hint is not None
+    assert raised.value.hint.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "known", "said"),
+    [(None, "add --peft lora", "add --peft lora"), (None, None, "end what else is in this memory"),
+     (0, "add --peft lora", "give --memory-limit more")],
+)  # fmt: skip
+def test_levers_are_named_where_a_model_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, allowed: int | None, known: str | None, said: str
+) -> None:
+    monkeypatch.setattr(recovery, "allowed_bytes", lambda device: allowed)
+    with (
+        pytest.raises(MemoryFullError, match="what training keeps of it do not fit") as raised,
+        whole_model_fits(torch.device("cpu"), lambda: known),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
     assert raised.value.hint is not None
     assert raised.value.hint.startswith(said)

@@ -5,7 +5,7 @@ Classification walks the same list of levers, in `engine.classification.runner`;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from brimful.levers.dropout import Dropout
 from brimful.levers.execution import ExecutionMode
 from brimful.levers.float8 import Float8
 from brimful.levers.lever import Assembly, Lever
+from brimful.levers.more_room import more_room
 from brimful.levers.optimizer import Optimizer
 from brimful.levers.packing import Packing, streamed_to
 from brimful.levers.parameter_efficient import FrozenWeights, TrainedPart
@@ -80,7 +81,8 @@ class Assembled:
     """A model on its device, and the step that trains it.
 
     lengths: of the sequences of batches to come, or like them. longest: most tokens of a sequence to come. adapter:
-    peft's wrapper around the model, if any. eager_attention: whether padded rows must have it.
+    peft's wrapper around the model, if any. eager_attention: whether padded rows must have it. remedy: says what to do
+    where no micro-batch fits.
     """
 
     model: Any
@@ -94,6 +96,7 @@ class Assembled:
     longest: int
     adapter: Any = None
     eager_attention: bool = False
+    remedy: Callable[[], str | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +180,7 @@ def assemble(
         optimizer=optimizer,
         ranks=ranks,
     )
-    with whole_model_fits(precision.device):
+    with whole_model_fits(precision.device, lambda: more_room(assembly, in_a_step=False)):
         recipe = assembly.recipe(LEVERS, device_name(precision.device))
         execution, layout = assembly.execution, assembly.layout
         assert execution is not None
@@ -195,6 +198,7 @@ def assemble(
         longest=longest,
         adapter=assembly.adapter,
         eager_attention=eager_attention,
+        remedy=lambda: more_room(assembly, in_a_step=True),
     )
 
 

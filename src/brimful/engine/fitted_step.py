@@ -51,6 +51,7 @@ class FittedStep:
                 self._hear,
                 where=where,
                 batch=batch.number + 1,
+                remedy=self._built.remedy,
             )
             self._most_fitted = max(self._most_fitted, self.most_tokens)  # the same in all processes
             return done

@@ -33,6 +33,7 @@ from brimful.levers.activations import (
     offloaded_layers,
     recomputed_every,
 )
+from brimful.levers.facts import warn_on_cpu
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.packing import streamed
 from brimful.levers.token_budget import TokenBudget
@@ -132,6 +133,7 @@ class Checkpointing(Lever):
         elif asked == "selective":
             said += f" {bytes_text(freed)} less kept; {_ways_said(ways, depth)}"
         else:
+            warn_on_cpu(assembly, "--gradient-checkpointing offload")
             _check_host(freed)
             said += f" layers {_numbered(numbers)} of {depth} have theirs in host memory"
             _warn_of_the_link(assembly, freed, tokens * sum(layer.forward_s for layer in found.layers))

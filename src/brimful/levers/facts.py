@@ -94,6 +94,12 @@ def recomputes(options: TrainOptions) -> bool:
     return options.stream_weights != "none" or options.gradient_checkpointing not in ("none", "offload")
 
 
+def warn_on_cpu(assembly: Assembly, asked: str) -> None:
+    """Warn that what was asked for moves memory to the host, where that is the device itself."""
+    if assembly.device.type == "cpu":
+        assembly.warn(f"{asked} saves nothing on a CPU, whose memory is the host's, and takes more of it: leave it out")
+
+
 def equivalence_of(assembly: Assembly) -> Equivalence:
     """Return what the check finds for the model on its device, in its precision, with its attention kernels."""
     kernels = assembly.fact(kernels_of)

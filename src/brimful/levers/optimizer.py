@@ -1,13 +1,14 @@
 """Optimizers by transformers' `optim` names. AdamW on a GPU is updated by kernels of our own
 (`step/updates/fused_adamw.py`), elsewhere by torch's fused ones; the arithmetic is the same.
 
-`adamw_torch` and `adamw_torch_fused` run the same kernels. Those of `optimizer_names` run as Trainer makes them, but
-that the device's numbers say when a step is skipped: the host waits for these in every step.
+`adamw_torch` and `adamw_torch_fused` run the same kernels, unless `--optim-args` names some of torch's. Those of
+`optimizer_names` run as Trainer makes them, but that the device's numbers say when a step is skipped: the host waits
+for these in every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from brimful.core import records
+from brimful.core.options.checks import ADAMW, adamw_kernels
 from brimful.core.options.choices import OptimizerChoice, ShardingChoice
 from brimful.core.options.train import TrainOptions
 from brimful.core.records import Arithmetic
@@ -98,6 +100,11 @@ class Optimizer(Lever):
         return OPTIMIZERS.get(self.value)
 
     @property
+    def torch_kernels(self) -> dict[str, bool]:
+        """Kernels of torch's AdamW that were asked for: empty for the fastest there are."""
+        return adamw_kernels(self.value, self.optim_args)
+
+    @property
     def arithmetic(self) -> Arithmetic:
         """Effect on results."""
         saved = self.savings or Savings()
@@ -109,8 +116,10 @@ class Optimizer(Lever):
     def supports(cls, assembly: Assembly) -> Verdict:
         """Return whether our fused kernels update it here; torch's do everywhere."""
         asked = asked_optimizer(assembly.options)  # type: ignore[arg-type]
-        if asked.value not in ("adamw_torch", "adamw_torch_fused"):
+        if asked.value not in ADAMW:
             return Verdict(ok=False, because="ours are of AdamW")
+        if asked.torch_kernels:
+            return Verdict(ok=False, because="--optim-args names torch's")
         if asked.savings is not None or _cut(assembly) not in FUSED_CUTS or assembly.find(TensorParallel) is not None:
             return Verdict(ok=False, because="ours update all weights at once")
         if not min(asked.beta1, asked.beta2) > 0:
@@ -130,12 +139,17 @@ class Optimizer(Lever):
         kernels = "our fused kernels" if verdict.ok else f"torch's fused kernels ({verdict.because})"
         whose = "the default" if asked.value == TrainOptions.optim else "asked for"
         reason = f"{whose}; {kernels}, fp32 weights and states"
+        if asked.torch_kernels:
+            reason = f"asked for; {_kernels_said(asked.torch_kernels)}, fp32 weights and states"
         if asked.savings is not None:
             check_savings(assembly, asked.savings)
             reason = f"asked for: torch's fused kernel, a bucket of weights at a time; {described(asked.savings)}"
         if asked.named is not None:
             reason = "asked for; as transformers' Trainer makes it, fp32 weights"
             reason += ", embeddings with states in 32 bits" if asked.value in WITH_32_BITS else ""
+            if asked.named.package == "schedulefree":
+                reason += f"; learning rate {assembly.options.lr_scheduler_type}, and weights are averaged"  # type: ignore[union-attr]
+            reason += "; not paged on a CPU" if "paged" in asked.value and assembly.device.type == "cpu" else ""
             reason += "" if asked.value in ON_DEVICE else "; the host waits for each step's gradient"
         cut, together = _cut(assembly), assembly.find(DataParallel)
         if cut != "none":
@@ -304,18 +318,21 @@ class Optimizer(Lever):
         groups = parameter_groups(model, decayed, self.weight_decay)
 
         def make(learning_rate: Tensor) -> torch.optim.Optimizer | list[torch.optim.Optimizer]:
-            if self.named is not None or self.optim_args:
+            if self.named is not None or (self.optim_args and self.value not in ADAMW):
                 given = self._hyperparameters(schedule)
                 return make_optimizers(self.value, groups, embedding_weights(model), given, learning_rate)
             if self.value == "sgd":
                 return torch.optim.SGD(groups, lr=learning_rate, fused=True)
+            kernels = self.torch_kernels or {"fused": True}
+            fused = kernels.get("fused", False)
             return torch.optim.AdamW(
                 groups,
-                lr=learning_rate,
+                lr=learning_rate if fused else float(schedule.max()),
                 betas=(self.beta1, self.beta2),
                 eps=self.epsilon,
-                fused=True,
-                capturable=learning_rate.is_cuda,
+                fused=fused,
+                foreach=kernels.get("foreach", False),
+                capturable=fused and learning_rate.is_cuda,
             )
 
         packaged = self.named is not None and self.named.package in ("torchao", "bitsandbytes")
@@ -389,6 +406,14 @@ def asked_optimizer(options: TrainOptions) -> Optimizer:
         savings=asked_savings(options),
         offload_folder=options.offload_folder,
     )
+
+
+def _kernels_said(kernels: Mapping[str, bool]) -> str:
+    """Say which of torch's AdamW updates weights."""
+    if kernels.get("fused"):
+        return "torch's fused kernels"
+    said = "torch's foreach kernels" if kernels.get("foreach") else "torch's loop over weights"
+    return f"{said}; the host waits for each step's gradient"
 
 
 def embedding_weights(model: nn.Module) -> list[Tensor]:

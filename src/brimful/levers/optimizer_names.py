@@ -70,7 +70,7 @@ OPTIMIZERS: Mapping[str, NamedOptimizer] = {
     "adamw_bnb_8bit": NamedOptimizer(state_bytes=2, source=_8BIT, package="bitsandbytes"),
     "paged_adamw_32bit": NamedOptimizer(state_bytes=8, source=_PAGED, package="bitsandbytes"),
     "paged_adamw_8bit": NamedOptimizer(state_bytes=2, source=_PAGED, package="bitsandbytes"),
-    "lion_32bit": NamedOptimizer(state_bytes=4, source=_LION, package="bitsandbytes"),
+    "lion_32bit": NamedOptimizer(state_bytes=4, source=_LION),  # ours
     "lion_8bit": NamedOptimizer(state_bytes=1, source=_LION, package="bitsandbytes"),
     "paged_lion_32bit": NamedOptimizer(state_bytes=4, source=f"{_LION}; {_PAGED}", package="bitsandbytes"),
     "paged_lion_8bit": NamedOptimizer(state_bytes=1, source=f"{_LION}; {_PAGED}", package="bitsandbytes"),
@@ -78,7 +78,7 @@ OPTIMIZERS: Mapping[str, NamedOptimizer] = {
     "ademamix_8bit": NamedOptimizer(state_bytes=3, source=_ADEMAMIX, package="bitsandbytes"),
     "paged_ademamix_32bit": NamedOptimizer(state_bytes=12, source=f"{_ADEMAMIX}; {_PAGED}", package="bitsandbytes"),
     "paged_ademamix_8bit": NamedOptimizer(state_bytes=3, source=f"{_ADEMAMIX}; {_PAGED}", package="bitsandbytes"),
-    "rmsprop_bnb": NamedOptimizer(state_bytes=1, source="Tieleman and Hinton 2012", package="bitsandbytes"),
+    "rmsprop_bnb": NamedOptimizer(state_bytes=4, source="Tieleman and Hinton 2012", package="bitsandbytes"),
     "rmsprop_bnb_8bit": NamedOptimizer(state_bytes=1, source="Tieleman and Hinton 2012", package="bitsandbytes"),
     "rmsprop_bnb_32bit": NamedOptimizer(state_bytes=4, source="Tieleman and Hinton 2012", package="bitsandbytes"),
     "schedule_free_adamw": NamedOptimizer(state_bytes=8, source=_FREE, package="schedulefree"),
@@ -154,6 +154,8 @@ def _make(
     from transformers import Trainer
     from transformers.training_args import OptimizerNames
 
+    if name == "lion_32bit" and learning_rate is not None:  # transformers knows bitsandbytes' own alone
+        return _lion(groups, hyperparameters, learning_rate)
     arguments = SimpleNamespace(optim=OptimizerNames(name), optim_target_modules=None, **hyperparameters)
     try:
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(cast(Any, arguments))
@@ -169,6 +171,18 @@ def _make(
     return made
 
 
+def _lion(
+    groups: list[dict[str, Any]], hyperparameters: Mapping[str, Any], learning_rate: Tensor
+) -> torch.optim.Optimizer:
+    """Lion of our own, which has no settings but its betas, as transformers passes none on."""
+    from brimful.step.updates.lion import Lion
+
+    if given := hyperparameters.get("optim_args"):
+        asked = printable(str(given).partition("=")[0].strip())
+        raise OptionError(f"--optim lion_32bit does not take {asked}, which --optim-args has", hint="leave it out")
+    return Lion(groups, learning_rate, betas=(hyperparameters["adam_beta1"], hyperparameters["adam_beta2"]))
+
+
 def _on_device(
     name: str, groups: list[dict[str, Any]], settings: Mapping[str, Any], learning_rate: Tensor
 ) -> torch.optim.Optimizer | None:
@@ -177,11 +191,8 @@ def _on_device(
     torch's fused SGD is none of them with momentum: its first step leaves that unset where it is skipped.
     """
     from brimful.step.updates import adafactor
-    from brimful.step.updates.lion import Lion
 
     rest = {key: value for key, value in settings.items() if key != "lr"}
     if name == "adafactor" and rest == adafactor.SETTINGS:
         return adafactor.Adafactor(groups, learning_rate)
-    if name == "lion_32bit" and set(rest) <= {"betas", "optim_bits", "is_paged"}:
-        return Lion(groups, learning_rate, betas=rest["betas"])
     return None

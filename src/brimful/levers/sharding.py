@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from brimful.core.errors import OptionError
-from brimful.core.options.checks import flag
+from brimful.core.options.checks import ADAMW, flag
 from brimful.core.options.train import TrainOptions
 from brimful.core.units import bytes_text
 from brimful.hardware.memory import device_free_bytes, free_host_bytes
@@ -50,7 +50,7 @@ class Sharding(Lever):
         """Return whether an update may be cut: AdamW with fp32 states, and SGD without momentum."""
         options = assembly.options
         assert isinstance(options, TrainOptions)
-        if options.optim not in ("adamw_torch", "adamw_torch_fused", "sgd"):
+        if options.optim not in (*ADAMW, "sgd"):
             return Verdict(ok=False, because=f"{options.optim} may look at whole weights; AdamW and SGD do not")
         if options.optim_args:
             return Verdict(ok=False, because=f"{flag('optim_args')} {options.optim_args} needs torch's own update")
@@ -133,7 +133,7 @@ def fuses(assembly: Assembly) -> bool:
     """Return whether our kernels update the weights, as far as cuts do not decide it."""
     options = assembly.options
     assert isinstance(options, TrainOptions)
-    ours = options.optim in ("adamw_torch", "adamw_torch_fused") and asked_savings(options) is None
+    ours = options.optim in ADAMW and not options.optim_args and asked_savings(options) is None
     decays = min(options.adam_beta1, options.adam_beta2) > 0
     return ours and decays and can_fuse(assembly.model, assembly.device)
 

@@ -17,6 +17,7 @@ from brimful.core.options.train import TrainOptions
 from brimful.core.units import bytes_text
 from brimful.hardware.file_memory import FileRoom
 from brimful.hardware.memory import free_host_bytes
+from brimful.levers.facts import warn_on_cpu
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.packing import streamed, streamed_to
 from brimful.levers.precision import PrecisionLever
@@ -75,6 +76,7 @@ class Streaming(Lever):
         sizes = [sum(p.numel() * (2 if id(p) in halved else p.itemsize) for p in each) for each in own]
         trained = sum(p.numel() for each in own for p in each if p.requires_grad)
         if asked == "host":
+            warn_on_cpu(assembly, "--stream-weights host")
             _check_host(sum(sizes) + _bytes_beside(assembly.options) * trained)
         where = "in host memory" if asked == "host" else f"in a file in {streamed_to(assembly.options)}"
         reason = f"asked for: {bytes_text(sum(sizes))} of {len(sizes)} layers {where}; {verdict.because}"

@@ -66,7 +66,7 @@ class TokenBudget(Lever):
         """Choose sizes that the lengths of batches to come fill well, for training as many as are needed."""
         packing, verdict = assembly.lever(Packing), cls.supports(assembly)
         tokens = assembly.options.token_budget or _largest_kept(assembly)
-        token_bytes, rows = _token_bytes(assembly) or 0, _asked_rows(assembly)
+        token_bytes, rows = bytes_a_token(assembly) or 0, _asked_rows(assembly)
         if rows is not None and not verdict.ok and rows < assembly.options.batch_size:  # type: ignore[union-attr]
             raise OptionError(
                 f"--gradient-accumulation-steps splits batches, and this model's must stay whole: {verdict.because}",
@@ -193,7 +193,7 @@ def _largest(assembly: Assembly) -> int:
     device = assembly.device
     if not assembly.training and device.type == "cpu":
         return cpu_budget(assembly.model, assembly.usual_length)
-    token_bytes = _token_bytes(assembly)
+    token_bytes = bytes_a_token(assembly)
     if not assembly.training or device.type != "cuda" or token_bytes is None:
         return _DEFAULT[device.type]
     free_bytes = device_free_bytes(device)
@@ -221,7 +221,7 @@ def _state_bytes(assembly: Assembly) -> int:
     return int(trained * each + frozen + staying)
 
 
-def _token_bytes(assembly: Assembly) -> int | None:
+def bytes_a_token(assembly: Assembly) -> int | None:
     """Bytes of activations of a token that a backward pass needs; None for an unknown size of the model.
 
     34 bytes a hidden unit and layer in half precision (Korthikanti et al. 2022, without the scores that variable-length

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from brimful.core.errors import OptionError
 from brimful.core.options.train import TrainOptions
 from brimful.core.units import bytes_text
 from brimful.hardware.memory import free_host_bytes
-from brimful.levers.facts import equivalence_of, recomputes
+from brimful.levers.facts import equivalence_of, recomputes, warn_on_cpu
 from brimful.levers.lever import Assembly
 from brimful.models.model_stats import layers_of, linear_parameters
 from brimful.step.updates.bucketed_adamw import Savings
 
 #: Share of free host memory that states may take.
 _HOST_SHARE = 0.8
+#: Batches whose micro-batches are counted.
+_LOOKED_AT = 100
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 _SAID = {
     torch.float32: "states in fp32",
@@ -52,7 +55,10 @@ def check_savings(assembly: Assembly, asked: Savings) -> None:
                 "--weight-dtype bf16 does not work on this model: with weights in bf16 it computes something else",
                 hint="leave it out; --optimizer-state-dtype bf16 and --optimizer-offload save memory, too",
             )
+    if asked.in_backward:
+        _warn_of_parts(assembly)
     if asked.on_host and assembly.options.stream_weights == "none":  # which counts all that is streamed
+        warn_on_cpu(assembly, "--optimizer-offload")
         _check_host(assembly, asked)
 
 
@@ -86,6 +92,22 @@ def _check_in_backward(assembly: Assembly) -> None:
             "--optimizer-in-backward does not work with --gradient-checkpointing on this model: its layers share"
             " weights, whose gradients are complete only when the last of them was computed again",
             hint="leave one of the two out",
+        )
+
+
+def _warn_of_parts(assembly: Assembly) -> None:
+    """Warn where batches are mostly of several micro-batches: gradients are summed up then, and are there whole."""
+    options, layout = assembly.options, assembly.layout
+    assert isinstance(options, TrainOptions)
+    if layout is None:
+        return
+    batches = assembly.batches(layout.most_tokens)[:_LOOKED_AT]
+    num = int(np.median([layout.count(lengths_N) for lengths_N in batches if len(lengths_N)]))
+    if num > 1:
+        larger = "--token-budget" if options.per_device_batch_size is None else "--per-device-batch-size"
+        assembly.warn(
+            f"--optimizer-in-backward has no effect on gradients' memory: a batch is {num} micro-batches, whose"
+            f" gradients are summed up; raise {larger}, or lower --batch-size"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from brimful.kernels.layout import Inputs, map_tensors
 from brimful.models.end_tokens import count_ends, end_token_of
 from brimful.models.packed.packed_forward import LayoutModel, PaddedModel
 from brimful.step.precision import Precision
-from brimful.step.recovery import until_it_fits
+from brimful.step.recovery import Remedy, until_it_fits
 
 #: Given numbers of a window's rows, their logits (M, C) computed in another way.
 Again = Callable[[np.ndarray], np.ndarray]
@@ -64,12 +65,13 @@ class Forward:
 
     compiled: False to run layers as they were before they were compiled. where: what the pass is part of. hear: called
     with each time that memory ran out, once the window is under way. after_pass: called after each micro-batch; it may
-    raise, to leave a window undone.
+    raise, to leave a window undone. remedy: says what to do where one text does not fit.
     """
 
     compiled = True
     where: Work = "classification"
     after_pass: Callable[[], None] | None = None
+    remedy: Remedy | None = None
 
     def __init__(self, execution: LayoutModel, precision: Precision) -> None:
         self.execution, self.precision = execution, precision
@@ -85,7 +87,8 @@ class Forward:
         """Launches the pass over all of a window's texts. Raises: MemoryFullError."""
         budget = _WindowBudget(self, int(tokens.lengths.max(initial=1)))
         device = self.precision.device
-        return until_it_fits(lambda: self._submit(tokens), budget, device, self.hear, where=self.where)
+        work = partial(self._submit, tokens)
+        return until_it_fits(work, budget, device, self.hear, where=self.where, remedy=self.remedy)
 
     @property
     def most_tokens(self) -> int:

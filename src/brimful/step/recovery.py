@@ -23,7 +23,9 @@ T = TypeVar("T")
 
 #: Bytes under a limit that hardly any step does with.
 _LITTLE = 256 << 20
-_HINT = "lower --max-length, take a smaller model or --precision bf16, or end what else is in this memory"
+_HINT = "lower --max-length, or end what else is in this memory"
+#: Called for what to do where memory does not suffice; None where no lever is known.
+Remedy = Callable[[], str | None]
 
 
 class Budget(Protocol):
@@ -55,11 +57,12 @@ class Budget(Protocol):
 
 def until_it_fits(
     work: Callable[[], T], budget: Budget, device: torch.device, hear: Callable[[OutOfMemory], None], *,
-    where: Work, batch: int | None = None,
+    where: Work, batch: int | None = None, remedy: Remedy | None = None,
 ) -> T:  # fmt: skip
     """Return what `work` returns, done again with half the budget for as long as memory runs out.
 
-    hear: called once the work is done, if memory ran out on the way. batch: number of the batch, in training.
+    hear: called once the work is done, if memory ran out on the way. batch: number of the batch, in training. remedy:
+    called for the hint of an error.
     Raises: MemoryFullError.
     """
     first: OutOfMemory | None = None
@@ -93,7 +96,7 @@ def until_it_fits(
         if attempts == 1 and budget.has_fitted and not in_capture:
             continue  # what was freed may be enough
         if not budget.halve(in_capture=in_capture) and attempts > 1:  # the same
-            raise _nothing_smaller(first, tokens, said, allowed_bytes(device))
+            raise _nothing_smaller(first, tokens, said, _hint(allowed_bytes(device), remedy, _HINT))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +112,11 @@ class OutOfMemoryLog:
 
 
 @contextmanager
-def whole_model_fits(device: torch.device) -> Iterator[None]:
-    """Within, weights and optimizer states are put on a device. Raises: MemoryFullError."""
+def whole_model_fits(device: torch.device, remedy: Remedy | None = None) -> Iterator[None]:
+    """Within, weights and optimizer states are put on a device. remedy: called for an error's hint.
+
+    Raises: MemoryFullError.
+    """
     try:
         yield
     except Exception as error:
@@ -119,14 +125,15 @@ def whole_model_fits(device: torch.device) -> Iterator[None]:
         free = bytes_text(free_bytes(device))
         raise MemoryFullError(
             f"the model and what training keeps of it do not fit: {free} were free ({first_line(error)})",
-            hint=_hint(allowed_bytes(device), "take a smaller model, or end what else is in this memory"),
+            hint=_hint(allowed_bytes(device), remedy, "end what else is in this memory, or take a smaller model"),
         ) from error
 
 
-def _hint(allowed: int | None, otherwise: str) -> str:
-    """The remedy: a higher limit where it leaves torch hardly anything."""
+def _hint(allowed: int | None, remedy: Remedy | None, otherwise: str) -> str:
+    """The remedy: a higher limit where it leaves torch hardly anything. allowed: bytes that a limit leaves torch, None
+    where there is none."""
     if allowed is None or allowed >= _LITTLE:
-        return otherwise
+        return (remedy() if remedy is not None else None) or otherwise
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     of_nccl = "; NCCL takes some 1.2 GB, once processes send to one another" if several else ""
     return (
@@ -155,12 +162,12 @@ def _place(found: OutOfMemory) -> str:
     return name if found.batch is None else f"{name} of batch {found.batch:,}"
 
 
-def _nothing_smaller(found: OutOfMemory, tokens: int, said: str, allowed: int | None) -> MemoryFullError:
-    """The error of what cannot be made smaller. allowed: bytes that a limit leaves torch, None where there is none."""
+def _nothing_smaller(found: OutOfMemory, tokens: int, said: str, hint: str) -> MemoryFullError:
+    """The error of what cannot be made smaller."""
     return MemoryFullError(
         f"memory ran out in {_place(found)}, and micro-batches of {tokens:,} tokens cannot be split any further;"
         f" {bytes_text(found.free_bytes)} were free ({said})",
-        hint=_hint(allowed, _HINT),
+        hint=hint,
     )
 
 

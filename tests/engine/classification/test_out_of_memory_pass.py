@@ -20,11 +20,12 @@ from brimful.core.errors import MemoryFullError
 from brimful.core.options.classify import ClassifyOptions
 from brimful.core.records import OutOfMemory
 from brimful.data.tokens.encoder import Tokens
-from brimful.engine.classification import gpu_worker, windows
+from brimful.engine.classification import gpu_worker, runner, windows
 from brimful.engine.classification.gpu_workers import _Coming
 from brimful.engine.classification.runner import check_model, make_runner
 from brimful.engine.inference import Done
 from brimful.levers.precision import choose_precision
+from brimful.step.precision import Precision
 from failing_allocator import FailingAllocator, in_passes
 from same import SCORE
 from tiny_files import review, save_classifier, write_csv
@@ -158,3 +159,18 @@ def test_another_gpus_process_tells_it_with_its_logits(files: Path) -> None:
     said: list[OutOfMemory] = []
     assert _Coming(future, lambda _: None, said.append).result().shape == (30, 2)
     assert tuple(said) == first.out_of_memory
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "asked", "said"),
+    [
+        ("cuda", "fp32", {}, "add --precision bf16 or --stream-weights host, whose answers are the same bytes"),
+        ("cuda", "bf16", {}, "add --stream-weights host, whose answers are the same bytes"),
+        ("cuda", "bf16", {"stream_weights": "host"}, None),
+        ("cpu", "fp32", {}, None),
+    ],
+)
+def test_levers_that_are_not_on_are_named(device: str, precision: str, asked: dict[str, Any], said: str | None) -> None:
+    options = ClassifyOptions(data="", model="", **asked)
+    there = Precision(value=precision, device=torch.device(device), reason="a test")  # type: ignore[arg-type]
+    assert runner._more_room(options, there, "") == said

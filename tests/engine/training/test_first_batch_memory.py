@@ -18,6 +18,8 @@ from engine.training.test_first_batch import make_step as with_sgd
 from tiny import FAMILIES
 from tolerances import difference
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* (saves nothing on a CPU|has no effect on gradients)")
+
 SMALL = {"optim": "adamw_torch", "precision": "bf16", "weight_dtype": "bf16", "optimizer_state_dtype": "8bit"}
 
 

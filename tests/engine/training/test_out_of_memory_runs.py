@@ -105,7 +105,8 @@ def test_a_run_that_ends_for_want_of_memory_goes_on_where_it_was(inputs: tuple[P
     with allocator, pytest.raises(MemoryFullError, match="all is saved after step 8") as caught:
         brimful.train(**ask)
     assert caught.value.exit_code == 6
-    assert "--resume" in str(caught.value.hint)
+    assert "lower --max-length; the same is learned with --gradient-checkpointing full; " in str(caught.value.hint)
+    assert "; --resume goes on" in str(caught.value.hint)
     assert checkpoints(tmp_path / "run")[-1] == 8
     assert events(tmp_path / "run")[-1]["kind"] == "stopped"
     full[0] = False

@@ -26,6 +26,8 @@ from runs import save_tiny_model, single_label_rows, write_rows
 from step.test_step import same, snapshot
 from tiny import FAMILIES
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* saves nothing on a CPU")
+
 CLIPPED = {"max_grad_norm": 0.1}
 
 

@@ -25,6 +25,8 @@ from levers.assemblies import assembly_of
 from runs import tiny_tokenizer
 from tiny import FAMILIES, sequences
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* saves nothing on a CPU")
+
 CPU = torch.device("cpu")
 
 

@@ -150,6 +150,30 @@ def check_checkpointing(options: Any) -> None:
         )
 
 
+#: Names of AdamW in fp32.
+ADAMW = ("adamw_torch", "adamw_torch_fused")
+
+
+def adamw_kernels(optim: str, optim_args: str | None) -> dict[str, bool]:
+    """The kernels of torch that --optim-args asks for, as torch.optim.AdamW takes them; empty for the fastest there
+    are, and for other optimizers. Raises: OptionError."""
+    if optim not in ADAMW or not optim_args:
+        return {}
+    pairs = [part.replace(" ", "").partition("=") for part in optim_args.split(",")]
+    given = {name: value.lower() == "true" for name, _, value in pairs if value.lower() in ("true", "false")}
+    said = f"--optim-args is {printable(optim_args)}, and --optim {optim} takes"
+    if len(given) != len(pairs) or not given.keys() <= {"foreach", "fused"}:
+        raise OptionError(
+            f"{said} only foreach and fused, each True or False",
+            hint="AdamW's settings are --adam-beta1, --adam-beta2, --adam-epsilon and --weight-decay",
+        )
+    if given.get("foreach") and given.get("fused"):
+        raise OptionError(f"{said} one of the two", hint="give foreach=True or fused=True")
+    if optim == "adamw_torch_fused" and given != {"fused": True}:
+        raise OptionError(f"{said} only fused=True", hint="add --optim adamw_torch")
+    return given
+
+
 #: Options that only AdamW's update has.
 ADAMW_ONLY = ("optimizer_in_backward", "optimizer_offload", "optimizer_state_dtype", "weight_dtype", "stream_weights")
 
@@ -166,14 +190,15 @@ def check_update(options: Any) -> None:
     """Check that ways to update in less memory go together."""
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
     asked = [name for name in ADAMW_ONLY if getattr(options, name) != defaults[name]]
-    if asked and options.optim not in ("adamw_torch", "adamw_torch_fused"):
+    if asked and options.optim not in ADAMW:
         raise OptionError(
             f"{flag(asked[0])} is for AdamW, and --optim is {options.optim}", hint="leave one of the two out"
         )
-    if options.optim_args and options.optim in ("adamw_torch", "adamw_torch_fused"):
+    if adamw_kernels(options.optim, options.optim_args) and asked:
         raise OptionError(
-            f"--optim-args is {printable(options.optim_args)}, and --optim {options.optim} takes none",
-            hint="AdamW's settings are --adam-beta1, --adam-beta2, --adam-epsilon and --weight-decay",
+            f"--optim-args {printable(options.optim_args)} is for updates of all weights at once, and"
+            f" {flag(asked[0])} updates a part at a time",
+            hint="leave one of the two out",
         )
     parts = [part.strip() for part in (options.optim_args or "").split(",")] if options.optim_args else []
     if wrong := [part for part in parts if not re.fullmatch(r"[^=\s]+\s*=[^=]*[^=\s]", part)]:

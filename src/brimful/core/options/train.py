@@ -138,12 +138,15 @@ class TrainOptions:
     """Steps of linear warm-up. Default: 0; of a chosen learning rate a tenth of all."""
     warmup_ratio: float | None = None
     """Warm-up as a share of all steps; not together with --warmup-steps."""
-    lr_scheduler_type: ScheduleChoice = "linear"
-    """Learning-rate schedule after warm-up."""
+    lr_scheduler_type: Literal["auto", ScheduleChoice] = "auto"
+    """Learning-rate schedule after warm-up. auto: linear; constant_with_warmup for schedule-free optimizers, which
+    average weights instead."""
     optim: OptimizerChoice = "adamw_torch_fused"
-    """Optimizer, by transformers' names. All but AdamW and SGD change what is learned, or how states are rounded."""
+    """Optimizer, by transformers' names. All but AdamW and SGD change what is learned, or how states are rounded.
+    schedule_free_...: without --lr-scheduler-type, the learning rate stays what it is after warm-up."""
     optim_args: str | None = None
-    """The optimizer's own settings, as transformers takes them: `momentum=0.9` for sgd."""
+    """The optimizer's own settings, as transformers takes them: `momentum=0.9` for sgd. For adamw_torch `foreach=False`
+    (a loop over weights), `foreach=True` or `fused=True`: torch's own update, not ours."""
     weight_decay: float = 0.0
     """Decoupled weight decay; never on biases and norms."""
     adam_beta1: float = 0.9
@@ -286,6 +289,9 @@ class TrainOptions:
             if getattr(self, name) == "auto":
                 object.__setattr__(self, name, None)
         check_types(self)
+        if self.lr_scheduler_type == "auto":
+            free = self.optim.startswith("schedule_free")
+            object.__setattr__(self, "lr_scheduler_type", "constant_with_warmup" if free else "linear")
         check_header(self.header, self.column_names)
         check_text_format(self.delimiter, self.encoding)
         check_size(self, "memory_limit")

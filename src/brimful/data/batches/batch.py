@@ -225,6 +225,10 @@ class Layout(Protocol):
         """Tokens of the largest micro-batch of sequences of these lengths, padding counted."""
         ...
 
+    def count(self, lengths: Sequence[int] | np.ndarray) -> int:
+        """Micro-batches that sequences of these lengths are laid out in."""
+        ...
+
     def limited(self, num_tokens: int, longest: int, batches: Sequence[np.ndarray] = ()) -> Layout:
         """The layout with at most so many tokens in a micro-batch, or those of one sequence if that has more.
 
@@ -284,6 +288,10 @@ class PackedLayout:
         """As `Layout` has it."""
         return max(budget for budget, _ in pack(lengths, self.budgets))
 
+    def count(self, lengths: Sequence[int] | np.ndarray) -> int:
+        """As `Layout` has it."""
+        return len(pack(lengths, self.budgets))
+
     def limited(self, num_tokens: int, longest: int, batches: Sequence[np.ndarray] = ()) -> PackedLayout:
         """As `Layout` has it. The longest sequence always fits."""
         if not len(batches):
@@ -321,6 +329,10 @@ class PaddedLayout:
         if not len(lengths):
             return []
         return cut(lengths, self.shapes) if self.split else [(len(lengths), max(lengths), list(range(len(lengths))))]
+
+    def count(self, lengths: Sequence[int] | np.ndarray) -> int:
+        """As `Layout` has it."""
+        return len(self._pieces(lengths))
 
     @property
     def most_tokens(self) -> int:

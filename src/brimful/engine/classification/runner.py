@@ -154,9 +154,10 @@ def make_runner(
         schedule=None,
         warn=callbacks.warning,
     )
-    with whole_model_fits(precision.device):
+    with whole_model_fits(precision.device, lambda: _more_room(options, precision, "")):
         recipe = assembly.recipe(LEVERS, device_name(precision.device))
     forward = _forward(assembly)
+    forward.remedy = lambda: _more_room(options, precision, "lower --max-length, or ")
     forward.hear = hear or OutOfMemoryLog(warn=callbacks.warning)
     return Runner(
         model=assembly.model,
@@ -166,6 +167,15 @@ def make_runner(
         packing=assembly.lever(Packing),
         execution=cast(ExecutionChoice, assembly.lever(ExecutionMode).value),
     )
+
+
+def _more_room(options: ClassifyOptions, precision: Precision, besides: str) -> str | None:
+    """Levers that are not on and would save memory, as the hint of an error; None where there are none."""
+    on_gpu = precision.device.type == "cuda"
+    added = ["--precision bf16"] if on_gpu and precision.half is None else []
+    if on_gpu and options.stream_weights == "none":
+        added.append("--stream-weights host, whose answers are the same bytes")
+    return f"{besides}add {' or '.join(added)}" if added else None
 
 
 def _shaped_length(lengths_N: np.ndarray, max_length: int) -> int:

@@ -221,8 +221,9 @@ class TrainingLoop:
         self._saving.save_now()
         self._tell_time()
         self._events.write("stopped", step=self._state.applied, why=str(error))
-        said, hint = f"{error}; all is saved after step {self._state.applied}", f"{error.hint}; --resume goes on"
-        return MemoryFullError(said, hint=hint)
+        said = f"{error}; all is saved after step {self._state.applied}"
+        may = "--resume goes on, with another --gradient-checkpointing, --gpus or --sharding, too"
+        return MemoryFullError(said, hint=f"{error.hint}; {may}")
 
     def _land_all(self) -> None:
         while self._flying:
