@@ -47,7 +47,7 @@ def test_streamed_weights_leave_their_room_to_micro_batches(monkeypatch: pytest.
 
     def bytes_of(**asked: Any) -> int:
         assembly = assembly_of(model, device="cuda", num_tokens=10**6, **asked)
-        token_bytes = token_budget._token_bytes(assembly)
+        token_bytes = token_budget.bytes_a_token(assembly)
         assert token_bytes is not None
         return token_budget._largest(assembly) * token_bytes
 

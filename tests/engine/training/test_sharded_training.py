@@ -91,10 +91,10 @@ def test_a_disk_that_is_full_for_one_process_costs_the_checkpoint(
 ) -> None:
     """And not the run, whether a part cannot be written or its state not be read: the next one is there."""
 
-    def full(folder: Path, step: int, *given: Any) -> Any:
+    def full(folder: Path, step: int, *given: Any, **more: Any) -> Any:
         if step == 2:
             raise DiskFullError("no space left")
-        return save_part(folder, step, *given)
+        return save_part(folder, step, *given, **more)
 
     def unread(self: Any) -> Any:
         if (int(self.applied), os.environ["RANK"]) in ((4, "1"), (6, "0")):
