@@ -56,6 +56,14 @@ def test_padded_rows_are_captured(num_tokens: int, value: str, training: bool) -
     assert (mode.value, mode.fused) == (value, False)
 
 
+@pytest.mark.parametrize(("asked", "value"), [("auto", "captured"), ("captured", "captured"), ("eager", "eager")])
+def test_streamed_weights_are_captured_unless_asked_otherwise(asked: str, value: str) -> None:
+    assembly = assembly_of(FAMILIES["bert"].model(), device="cuda", stream_weights="host", execution=asked)
+    assembly.levers[Optimizer] = Optimizer(value="sgd")
+    mode = ExecutionMode.choose(assembly)
+    assert (mode.value, mode.streamed) == (value, value == "captured")
+
+
 @pytest.mark.parametrize(("lengths", "value"), [((32,), "compiled"), ((16, 32), "captured")])
 def test_rows_of_several_lengths_take_longer_to_compile(lengths: tuple[int, ...], value: str) -> None:
     """A run that 60 s would be saved of, where one length takes 40, and several 90."""

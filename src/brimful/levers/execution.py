@@ -154,7 +154,7 @@ class ExecutionMode(Lever):
                 reason = f"{verdict.because}; {launched.because}"
                 return cls(value="fused" if launched.ok else "eager", reason=reason, fused=launched.ok)
             return cls(value="eager", reason="asked for" if asked == "eager" else verdict.because)
-        if streamed(assembly):
+        if streamed(assembly) and asked != "eager":
             if asked == "compiled":
                 because = "a layer's weights are others in each turn"
                 raise OptionError(f"--execution compiled does not work here: {because}", hint="use captured")
@@ -302,10 +302,8 @@ def repeats_shapes(assembly: Assembly) -> Verdict:
 def recording_of(assembly: Assembly) -> Recording:
     """Return how padded passes can be captured, if they can."""
     attention = getattr(assembly.execution, "attention", "sdpa")
-    in_bf16 = assembly.precision.value in ("bf16", "fp8")
-    return how_recorded(
-        assembly.model, assembly.max_length, training=assembly.training, attention=attention, in_bf16=in_bf16
-    )
+    half = assembly.precision.half
+    return how_recorded(assembly.model, assembly.max_length, training=assembly.training, attention=attention, half=half)
 
 
 def lists_to_compile(assembly: Assembly) -> list[nn.ModuleList]:
