@@ -50,17 +50,17 @@ def test_models_without_such_code_can_be_recorded(training: bool) -> None:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "minimax", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["gpt_oss", "minimax", "phimoe", "qwen3_moe"])
 def test_experts_need_the_host_but_in_bf16(kind: str) -> None:
     model = tiny_model(kind)
     model.config.pad_token_id = 0
     why_not = how_recorded(model, 64, training=True).why_not
     assert why_not == "the host must read how many tokens each expert has, but for products in bf16"
-    assert how_recorded(model, 64, training=True, in_bf16=True).why_not is None
+    assert how_recorded(model, 64, training=True, half=torch.bfloat16).why_not is None
     halve_experts(model)  # by the precision, before anybody asks
     for parameter in model.parameters():  # and Linear weights by the optimizer
         parameter.data = parameter.data.to(torch.bfloat16) if parameter.dim() == 2 else parameter.data
-    assert how_recorded(model, 64, training=True, in_bf16=True).why_not is None
+    assert how_recorded(model, 64, training=True, half=torch.bfloat16).why_not is None
 
 
 @pytest.mark.parametrize("training", [False, True])

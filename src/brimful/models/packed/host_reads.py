@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,23 +55,23 @@ class Recording:
 
 
 def how_recorded(
-    model: Any, max_length: int, *, training: bool, attention: str = "sdpa", in_bf16: bool = False
+    model: Any, max_length: int, *, training: bool, attention: str = "sdpa", half: torch.dtype | None = None
 ) -> Recording:
     """Return whether a padded pass of `model` can be recorded, and with what.
 
-    max_length: longest sequence there can be. attention: as of `PaddedModel`. in_bf16: whether autocast is in bf16 in
-    that pass. The model is not changed.
+    max_length: longest sequence there can be. attention: as of `PaddedModel`. half: dtype that autocast is in, in that
+    pass; weights may be held in it already. The model is not changed.
     """
     if training and (drawn := _left_out_at_random(model)):
         return Recording(why_not=f"the host draws which layers are left out ({drawn})")
     was = model.config._attn_implementation
     small = one_layer_of_each_kind(model).cpu().train(training)
-    if in_bf16:
+    if half is torch.bfloat16:
         hold_experts_in_half(small)
     if host_multiplies_experts(small):
         return Recording(why_not="the host must read how many tokens each expert has, but for products in bf16")
     try:
-        with torch.no_grad(), suppress(Exception):  # once, as some change themselves in their first pass
+        with torch.no_grad(), _autocast(half):  # once, as some change themselves in their first pass
             PaddedModel(small, attention)(_batches(small.config, max_length)[0])
         before = _host_streams()
         why_not = _why_the_host(small, None, max_length, attention)
@@ -80,7 +79,7 @@ def how_recorded(
             return Recording(why_not="the host draws random numbers in each pass")
         if why_not is None:
             return Recording()
-        decisions = _decisions(small, max_length, attention)
+        decisions = _decisions(small, max_length, attention, half)
         if decisions is None:
             return Recording(why_not=f"{why_not}, and finds others in other batches")
         left = _why_the_host(small, decisions, max_length, attention)
@@ -168,13 +167,17 @@ class _HostIsReal(TorchDispatchMode):
         return function(*args, **kwargs)
 
 
-def _decisions(small: Any, max_length: int, attention: str) -> HostDecisions | None:
+def _autocast(half: torch.dtype | None) -> torch.autocast:
+    return torch.autocast("cpu", half, enabled=half is not None)
+
+
+def _decisions(small: Any, max_length: int, attention: str, half: torch.dtype | None) -> HostDecisions | None:
     """Return those of one batch, None if another one of the same shape does not have the same, or its own logits."""
     first, other = _batches(small.config, max_length)
     found, execution, modes = HostDecisions(), PaddedModel(small, attention), small.training
     small.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _autocast(half):
             with found.recorded(None):
                 execution(first)
             expected = execution(other).logits
