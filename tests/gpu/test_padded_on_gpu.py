@@ -73,13 +73,18 @@ def rows(number: int, ends: int = 1) -> list[dict[str, Any]]:
 
 
 def trained(
-    kind: str, execution: str, batches: list[list[dict[str, Any]]], precision: str = "fp32", learning_rate: float = 1e-3
-) -> tuple[Any, list[float], Kept, int]:
+    kind: str, execution: str, batches: list[list[dict[str, Any]]], precision: str = "fp32",
+    learning_rate: float = 1e-3, jitter: float = 0.0,
+) -> tuple[Any, list[float], Kept, int]:  # fmt: skip
+    """jitter: of routers that draw, how far below the best expert others are drawn."""
     torch.manual_seed(0)
     model: Any = (
         AutoModelForSequenceClassification.from_config(CONFIGS[kind]()) if kind in CONFIGS else tiny_model(kind)
     )
     model.config.pad_token_id = 0
+    for module in model.modules():
+        if hasattr(module, "router_jitter_noise"):
+            module.router_jitter_noise = jitter
     kept, lengths = Kept(), [len(row["input_ids"]) for batch in batches for row in batch]
     step = brimful.Step(
         model, num_steps=3000, lengths=lengths * 40, batch_size=8, max_length=64, learning_rate=learning_rate,
@@ -118,7 +123,7 @@ def test_experts_in_bf16_are_captured(kind: str) -> None:
 def test_random_numbers_of_a_model_are_drawn_at_each_replay() -> None:
     """Phi-MoE draws which experts a token has in training: the same batch has other losses, by weights that stay."""
     one = [each | {"input_ids": each["input_ids"] % 150} for each in rows(0)]
-    _, found, kept, graphs = trained("phimoe", "captured", [one] * 12, "bf16", learning_rate=1e-30)
+    _, found, kept, graphs = trained("phimoe", "captured", [one] * 12, "bf16", learning_rate=1e-30, jitter=1.0)
     assert kept.lines == []
     assert graphs > 0
     assert len(set(found[6:])) == 6
