@@ -103,13 +103,13 @@ class Streaming(Lever):
         layers = layers_of(assembly.model)
         assert layers is not None
         folder, halved, dtype = streamed_to(assembly.options), _halved(assembly), assembly.precision.dtype
-        if folder is None:
-            for parameter in halved:
-                parameter.data = parameter.data.to(dtype)
-        elif halved:
-            room = FileRoom(folder, sum(FileRoom.bytes_with(p.numel() * dtype.itemsize) for p in halved))
-            for parameter in halved:
+        leaving = {id(p) for each in own_parameters(layers) for p in each} if folder is not None else set()
+        if folder is not None and (filed := [p for p in halved if id(p) in leaving]):
+            room = FileRoom(folder, sum(FileRoom.bytes_with(p.numel() * dtype.itemsize) for p in filed))
+            for parameter in filed:
                 parameter.data = room.put(parameter.data, dtype)
+        for parameter in halved:  # others stay where they are
+            parameter.data = parameter.data.to(dtype)
         assembly.model.streamed_layers = streamed_layers = StreamedLayers(layers, assembly.device, folder, self.pieces)
         if assembly.training:
             streamed_layers.recompute()

@@ -16,6 +16,7 @@ from brimful.core.errors import MemoryFullError, OptionError
 from brimful.core.options.train import TrainOptions
 from brimful.core.place import Place
 from brimful.core.records import Run
+from brimful.hardware.file_memory import FileRoom
 from brimful.hardware.ranks import Ranks
 from brimful.levers.streaming import Streaming
 from brimful.models.packed.streamed_layers import StreamedLayers
@@ -73,6 +74,25 @@ def test_weights_in_a_file_and_an_update_within_the_backward_pass(tmp_path: Path
     assert list(files.iterdir()) == []  # files have no name
     line = next(lever for lever in found.recipe.levers if lever.name == "streaming")
     assert str(files) in line.reason
+
+
+def test_weights_outside_of_layers_are_in_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay on the device, in half precision too: those of a pooler and a head."""
+    rooms: list[FileRoom] = []
+
+    class Watched(FileRoom):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            rooms.append(self)
+
+    monkeypatch.setattr("brimful.levers.streaming.FileRoom", Watched)
+    _, assembly, _ = made(stream_weights="disk", weight_dtype="bf16", precision="bf16", **CLIPPED)
+    (room,) = rooms
+    filed = {room._memory.untyped_storage().data_ptr()}
+    streamed = {id(p) for each in assembly.model.streamed_layers.parameters for p in each}
+    outside = {name: p for name, p in assembly.model.named_parameters() if id(p) not in streamed}
+    assert all(p.untyped_storage().data_ptr() not in filed for p in outside.values())
+    assert outside["bert.pooler.dense.weight"].dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize(
