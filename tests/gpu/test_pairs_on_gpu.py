@@ -23,7 +23,7 @@ from brimful.levers.lever import Assembly
 from brimful.step.graphs.captured_step import CapturedStep
 from brimful.step.step import Step
 from levers.assemblies import assembly_of
-from levers.pairs import FREEZING, LEARNS, LEVERS, PLAIN, REFUSED, pairs, tolerances_of
+from levers.pairs import FREEZING, LEVERS, PLAIN, REFUSED, learning, pairs, tolerances_of
 from levers.test_lever_pairs import EQUAL
 from levers.test_named_optimizers import learned
 from step.test_step import ROWS, TASK, snapshot
@@ -99,7 +99,7 @@ def test_two_levers(one: str, other: str) -> None:
     outcomes = course(step, assembly, stop=3)
     saved = snapshot(step)
     outcomes += course(step, assembly, start=3)
-    losses, expected = plain(**{name: asked[name] for name in LEARNS if name in asked})
+    losses, expected = plain(**learning(asked))
     of_loss, of_weights = (max(pair) for pair in zip(tolerances_of(recipe), LEAST, strict=True))
     assert all(each.applied for each in outcomes)
     assert [each.loss for each in outcomes] == pytest.approx(losses, rel=of_loss)

@@ -36,7 +36,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "sgd": {"optim": "sgd"},
 }
 #: Options that change what the plain step learns, which has them, too.
-LEARNS = ("optim", "freeze", "peft", "max_grad_norm")
+_LEARNS = ("optim", "freeze", "peft", "max_grad_norm", "late_clipping")
 #: Options with which a part of the weights is in no checkpoint.
 FREEZING = frozenset({"freeze", "peft"})
 STREAMED = ("weights streamed", "weights streamed from a file")
@@ -72,6 +72,13 @@ def pairs(levers: Mapping[str, dict[str, Any]] = LEVERS) -> Iterator[tuple[str, 
         first, second = levers[one], levers[other]
         if all(first[key] == second[key] for key in first.keys() & second.keys()):
             yield one, other
+
+
+def learning(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the plain step that learns the same. Clipping by a norm that is a step late is of updates in the
+    backward pass alone."""
+    names = (*_LEARNS, "optimizer_in_backward") if "late_clipping" in asked else _LEARNS
+    return {name: asked[name] for name in names if name in asked}
 
 
 def tolerances_of(recipe: Recipe) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from brimful.levers.lever import Assembly
 from brimful.levers.packing import Packing
 from brimful.step.step import Step
 from levers.assemblies import EQUIVALENCE, assembly_of
-from levers.pairs import FREEZING, LEARNS, LEVERS, PLAIN, REFUSED, pairs, tolerances_of
+from levers.pairs import FREEZING, LEVERS, PLAIN, REFUSED, learning, pairs, tolerances_of
 from levers.test_named_optimizers import learned
 from step.test_step import ROWS, TASK, same, snapshot
 from tiny import FAMILIES
@@ -77,7 +77,7 @@ def test_two_levers(one: str, other: str) -> None:
     outcomes = course(step, assembly, stop=2)
     saved = snapshot(step)
     outcomes += course(step, assembly, start=2)
-    losses, expected = plain(**{name: asked[name] for name in LEARNS if name in asked})
+    losses, expected = plain(**learning(asked))
     of_loss, of_weights = tolerances_of(recipe)
     assert all(each.applied for each in outcomes)
     assert [each.loss for each in outcomes] == pytest.approx(losses, rel=of_loss)
