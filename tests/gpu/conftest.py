@@ -16,6 +16,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("default"))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A failure is shown at once: time on a GPU may end before the last test does."""
+    if report.failed and "gpu" in report.keywords:
+        print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
+
+
 @pytest.fixture(autouse=True)
 def _needs_gpu(request: pytest.FixtureRequest) -> None:
     if not torch.cuda.is_available():
