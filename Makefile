@@ -1,6 +1,8 @@
 # Each target works alone on a fresh clone: it makes .venv and installs what it needs.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c 'import sys; sys.exit(sys.version_info[:2] < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
+# Written, or each process that a test starts compiles everything again.
+export PYTHONDONTWRITEBYTECODE =
 # One more than cores: tests of several processes wait for one another.
 WORKERS := $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 )))
 
@@ -35,8 +37,10 @@ EXTRAS := levers/test_named_optimizers.py step/updates/test_on_device.py engine/
 demo: .venv/installed
 	$(BIN)/brimful demo
 
+# Without pytest's rewriting of assertions, which each worker would make anew; what fails runs again with it.
 test: .venv/installed
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --assert=plain || \
+	{ $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none; exit 1; }
 
 quick: .venv/installed
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(addprefix tests/,$(QUICK))

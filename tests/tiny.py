@@ -69,13 +69,16 @@ class Family:
 
     def model(self, num_labels: int = 3, *, seed: int = 0, dropout: float = 0.0, **settings: Any) -> Any:
         """A fresh model in fp32, with every dropout at `dropout`."""
-        config_class = getattr(transformers, self.config)
-        config = config_class(**self.settings | settings, num_labels=num_labels)
+        config = self.configuration(num_labels, **settings)
         for name in vars(config):
             if "dropout" in name or name.endswith(("pdrop", "_drop")):
                 setattr(config, name, dropout)
         torch.manual_seed(seed)
         return AutoModelForSequenceClassification.from_config(config)
+
+    def configuration(self, num_labels: int = 3, **settings: Any) -> Any:
+        """That of a model."""
+        return getattr(transformers, self.config)(**self.settings | settings, num_labels=num_labels)
 
 
 _BART = {

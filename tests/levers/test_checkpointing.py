@@ -88,7 +88,7 @@ def test_a_run_learns_the_same_bit_for_bit(
 
 
 #: Families whose own modules are told of a packed row.
-TOLD = [name for name in FAMILIES if has_form(FAMILIES[name].model().config)]
+TOLD = [name for name in FAMILIES if has_form(FAMILIES[name].configuration())]
 
 
 def test_a_layer_whose_call_is_a_checkpoint_itself_is_recomputed_once(

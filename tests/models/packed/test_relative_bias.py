@@ -97,7 +97,7 @@ def test_nothing_is_made_of_every_pair_of_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_the_kernel_of_gpus_in_a_model(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Compiled layer by layer, as they are on a GPU; heads of 16 channels, which the kernel takes."""
+    """In heads of 16 channels, which it takes; layers of two forms compiled, as they are on a GPU."""
     model = FAMILIES[name].model(hidden_size=32, num_attention_heads=2)
     plain = copy.deepcopy(model)
     inputs = row([9, 20, 1], tail=5, longest=24)
@@ -105,7 +105,7 @@ def test_the_kernel_of_gpus_in_a_model(monkeypatch: pytest.MonkeyPatch, name: st
     expected.sum().backward()
     monkeypatch.setattr(packed_forward, "choose_attention", lambda *_: relative_attention)
     torch._dynamo.reset()
-    for layer in model.base_model.encoder.layer:
+    for layer in model.base_model.encoder.layer if name in ("deberta-v2", "mpnet") else ():
         layer.compile(dynamic=True, backend="aot_eager", fullgraph=True)
     found = packed(name, model)(inputs).logits
     found.sum().backward()

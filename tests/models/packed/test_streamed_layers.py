@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,16 @@ import torch
 import brimful
 from brimful.core.errors import OptionError
 from brimful.core.options.classify import ClassifyOptions
+from brimful.core.records import LabelSpace
+from brimful.hardware.process_settings import give_back_freed_memory
 from brimful.levers.streaming import Streaming
+from brimful.models.hub.inspection import inspect_model
+from brimful.models.hub.load import load_model
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.check_inputs import padded_rows
 from brimful.models.packed.packed_forward import PaddedModel
 from brimful.models.packed.streamed_layers import StreamedLayers, end_streaming, own_parameters
+from forked_ranks import Forked
 from levers.assemblies import assembly_of
 from runs import tiny_tokenizer
 from tiny import FAMILIES, sequences
@@ -105,32 +108,25 @@ def test_what_cannot_be_streamed_is_refused() -> None:
     assert "--stream-folder" in (error.value.hint or "")
 
 
-_MEASURED = """
-import sys
-from pathlib import Path
-
-import torch
-
-from brimful.core.records import LabelSpace
-from brimful.models.hub.inspection import inspect_model
-from brimful.models.hub.load import load_model
-from brimful.models.model_stats import layers_of
-from brimful.models.packed.streamed_layers import StreamedLayers
-
-
-def own_bytes():
+def own_bytes() -> int:
+    """Memory of this process that is no file's."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
-facts = inspect_model(sys.argv[1], trust_remote_code=False, allow_pickle=False)
-space = LabelSpace(task="single_label", names=("a", "b", "c"))
-before = own_bytes()
-loaded = load_model(facts, space, head="kept", seed=0, folder=Path(sys.argv[2]) if sys.argv[2:] else None)
-after = own_bytes()
-streamed = StreamedLayers(layers_of(loaded), torch.device("cpu"), Path(sys.argv[2]) if sys.argv[2:] else None)
-print(after - before, own_bytes() - before, sum(p.nbytes for p in loaded.parameters()), streamed.num_bytes // 12)
-"""
+def measured(folder: Path, file: Path | None) -> tuple[int, int, int, int]:
+    """Bytes that loading a model takes, and streaming it in addition; of its weights, and of those of a layer."""
+    facts = inspect_model(str(folder), trust_remote_code=False, allow_pickle=False)
+    space = LabelSpace(task="single_label", names=("a", "b", "c"))
+    give_back_freed_memory()
+    before = own_bytes()
+    loaded = load_model(facts, space, head="kept", seed=0, folder=file)
+    after = own_bytes()
+    layers = layers_of(loaded)
+    assert layers is not None
+    streamed = StreamedLayers(layers, torch.device("cpu"), file)
+    whole = sum(p.nbytes for p in loaded.parameters())
+    return after - before, own_bytes() - before, whole, streamed.num_bytes // len(layers)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory of a process is read where Linux tells it")
@@ -139,9 +135,8 @@ def test_loading_holds_weights_once_and_none_of_those_on_disk(stored: str, tmp_p
     folder = tmp_path / "model"
     FAMILIES["bert"].model(hidden_size=512, num_hidden_layers=12, intermediate_size=2048).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    more = [str(tmp_path)] if stored == "disk" else []
-    said = subprocess.run([sys.executable, "-c", _MEASURED, str(folder), *more], capture_output=True, check=True)
-    loaded, moved, whole, layer = map(int, said.stdout.split())
+    file = tmp_path if stored == "disk" else None
+    ((loaded, moved, whole, layer),) = Forked(tmp_path / "fork", 1, lambda _: measured(folder, file)).results()
     assert whole > 100e6
     most = 0.1 * whole if stored == "disk" else 1.1 * whole
     assert loaded < most
