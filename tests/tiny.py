@@ -77,7 +77,7 @@ class Family:
         return AutoModelForSequenceClassification.from_config(config)
 
     def configuration(self, num_labels: int = 3, **settings: Any) -> Any:
-        """That of a model."""
+        """The configuration of a model."""
         return getattr(transformers, self.config)(**self.settings | settings, num_labels=num_labels)
 
 
