@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -237,6 +239,26 @@ def test_who_compiles_takes_its_time() -> None:
     time.sleep(0.01)
     assert space["compile"]().limit_s > 600
     assert pulse.beat().limit_s < 600
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["torch's", "Python's"])
+def test_a_thread_that_torch_made_compiles_for_the_main_one(own: bool) -> None:
+    """A GPU's backward pass is in such a thread, and compiles the kernels that it is the first to launch. Threads that
+    were begun from Python may be pools that only wait."""
+    pulse, there, done = Pulse(), threading.Event(), threading.Event()
+    pulse.hang_s = 0.0
+    pulse.begin(1)
+    pulse.begin(2)
+    space: dict[str, Any] = {"__name__": "triton.compiler.compiler", "there": there, "done": done}
+    exec("def compile():\n    there.set()\n    done.wait()", space)
+    if own:
+        _thread.start_new_thread(space["compile"], ())  # Python's list of threads does not have it
+    else:
+        threading.Thread(target=space["compile"]).start()
+    there.wait()
+    time.sleep(0.01)
+    assert (pulse.beat().limit_s > 600) == own
+    done.set()
 
 
 @pytest.mark.parametrize(("rank", "own_store", "lost"), [(1, True, 0), (0, True, None), (1, False, None)])

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import FrameType
 
 from brimful.core.phases import Phases
 from brimful.core.records import PeakMemory
@@ -308,16 +309,23 @@ class Pulse:
         return max(self.hang_s, _LIMITS_S.get(self.phase, _OTHER_LIMIT_S))
 
     def _where(self) -> tuple[str | None, bool]:
-        """Return the line that the main thread is at, and whether it compiles."""
-        frame = sys._current_frames().get(self._thread)
-        if frame is None:
+        """Return the line that the main thread is at, and whether something is compiled that it may wait for: by
+        itself, or by a thread of torch's, in which the backward pass of a GPU runs."""
+        frames = sys._current_frames()
+        own = frames.get(self._thread)
+        if own is None:
             return None, False
-        code, line = frame.f_code, frame.f_lineno
-        compiles = False
-        while frame is not None and not compiles:
-            compiles = str(frame.f_globals.get("__name__")).startswith(_COMPILERS)
-            frame = frame.f_back
-        return f"{Path(code.co_filename).name}:{line}, {code.co_name}", compiles
+        of_python = {each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
+        compiles = any(_compiles(frames[ident]) for ident in frames.keys() - of_python | {self._thread})
+        return f"{Path(own.f_code.co_filename).name}:{own.f_lineno}, {own.f_code.co_name}", compiles
+
+
+def _compiles(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(_COMPILERS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def lost(
