@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,8 @@ def how_recorded(
     if host_multiplies_experts(small):
         return Recording(why_not="the host must read how many tokens each expert has, but for products in bf16")
     try:
-        with torch.no_grad(), _autocast(half):  # once, as some change themselves in their first pass
+        # Once, as some change themselves in their first pass. What a CPU cannot compute may be traced all the same.
+        with torch.no_grad(), _autocast(half), suppress(Exception):
             PaddedModel(small, attention)(_batches(small.config, max_length)[0])
         before = _host_streams()
         why_not = _why_the_host(small, None, max_length, attention)
