@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class Remedy:
     """A lever as it is typed, and the options that it sets. alike: whether it leaves what is learned as it is."""
 
     said: str
-    sets: Mapping[str, Any] = field(default_factory=dict)
+    sets: Mapping[str, Any]
     alike: bool = True
     on_gpus: bool = True
 

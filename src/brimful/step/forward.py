@@ -23,7 +23,7 @@ from brimful.kernels.layout import Inputs, map_tensors
 from brimful.models.end_tokens import count_ends, end_token_of
 from brimful.models.packed.packed_forward import LayoutModel, PaddedModel
 from brimful.step.precision import Precision
-from brimful.step.recovery import Remedy, until_it_fits
+from brimful.step.recovery import HintOf, until_it_fits
 
 #: Given numbers of a window's rows, their logits (M, C) computed in another way.
 Again = Callable[[np.ndarray], np.ndarray]
@@ -71,7 +71,7 @@ class Forward:
     compiled = True
     where: Work = "classification"
     after_pass: Callable[[], None] | None = None
-    remedy: Remedy | None = None
+    remedy: HintOf | None = None
 
     def __init__(self, execution: LayoutModel, precision: Precision) -> None:
         self.execution, self.precision = execution, precision

@@ -25,7 +25,7 @@ T = TypeVar("T")
 _LITTLE = 256 << 20
 _HINT = "lower --max-length, or end what else is in this memory"
 #: Called for what to do where memory does not suffice; None where no lever is known.
-Remedy = Callable[[], str | None]
+HintOf = Callable[[], str | None]
 
 
 class Budget(Protocol):
@@ -57,7 +57,7 @@ class Budget(Protocol):
 
 def until_it_fits(
     work: Callable[[], T], budget: Budget, device: torch.device, hear: Callable[[OutOfMemory], None], *,
-    where: Work, batch: int | None = None, remedy: Remedy | None = None,
+    where: Work, batch: int | None = None, remedy: HintOf | None = None,
 ) -> T:  # fmt: skip
     """Return what `work` returns, done again with half the budget for as long as memory runs out.
 
@@ -112,7 +112,7 @@ class OutOfMemoryLog:
 
 
 @contextmanager
-def whole_model_fits(device: torch.device, remedy: Remedy | None = None) -> Iterator[None]:
+def whole_model_fits(device: torch.device, remedy: HintOf | None = None) -> Iterator[None]:
     """Within, weights and optimizer states are put on a device. remedy: called for an error's hint.
 
     Raises: MemoryFullError.
@@ -129,7 +129,7 @@ def whole_model_fits(device: torch.device, remedy: Remedy | None = None) -> Iter
         ) from error
 
 
-def _hint(allowed: int | None, remedy: Remedy | None, otherwise: str) -> str:
+def _hint(allowed: int | None, remedy: HintOf | None, otherwise: str) -> str:
     """The remedy: a higher limit where it leaves torch hardly anything. allowed: bytes that a limit leaves torch, None
     where there is none."""
     if allowed is None or allowed >= _LITTLE:
