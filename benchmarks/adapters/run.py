@@ -1,4 +1,4 @@
-"""LoRA on a decoder of 1.2 billion parameters: rates and memory, here and in transformers' Trainer with peft.
+"""LoRA on a decoder of 1.2 billion parameters, and all of its weights: here and in transformers' Trainer with peft.
 
     python benchmarks/adapters/run.py --output benchmarks/adapters/DATE-GPU --budget-s 580
 
@@ -27,6 +27,8 @@ from sides import Blocks, Row, run_rows, trainer_steps, with_peaks
 ROWS = (
     *(Row(side="brimful", name=name, settings={"execution": name}) for name in ("captured", "compiled")),
     *(Row(side="trainer", name=f"{dtype} weights", settings={"weights": dtype}) for dtype in ("fp32", "bf16")),
+    Row(side="brimful", name="all weights", settings={"execution": "captured", "all": True}),
+    Row(side="trainer", name="all weights", settings={"weights": "fp32", "all": True}),
 )
 _BLOCKS = Blocks(warm_up=20, count=8, steps=5, rows=32)
 _LARGE = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "intermediate_size": 8192}
@@ -77,10 +79,11 @@ def measure(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _brimful(settings: dict[str, Any], folder: Path, smoke: bool) -> dict[str, Any]:
     import brimful
 
+    adapter: dict[str, Any] = {} if settings.get("all") else {"peft": "lora", "lora_r": 8}
     with tempfile.TemporaryDirectory() as kept:
         output = Path(kept) / "run"
         run = brimful.train(
-            folder / "rows.jsonl", model=folder / "base", output=output, peft="lora", lora_r=8,
+            folder / "rows.jsonl", model=folder / "base", output=output, **adapter,
             max_steps=_BLOCKS.num_steps, batch_size=_BLOCKS.rows, eval_split=0.0, logging_steps=_BLOCKS.steps,
             precision="fp32" if smoke else "bf16", execution="eager" if smoke else settings["execution"],
             device="cpu" if smoke else "cuda", save_steps=_BLOCKS.num_steps,
@@ -101,7 +104,8 @@ def _trainer(settings: dict[str, Any], folder: Path, smoke: bool) -> dict[str, A
     data = [{"input_ids": tokenizer(row["text"])["input_ids"], "labels": int(row["label"] == "yes")} for row in rows]
     dtype = torch.bfloat16 if settings["weights"] == "bf16" else torch.float32
     model = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=2, dtype=dtype)
-    model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=8))
+    if not settings.get("all"):
+        model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=8))
     asked = {"per_device_train_batch_size": _BLOCKS.rows, "bf16": not smoke, "optim": "adamw_torch_fused"}
     return trainer_steps(model, data, _BLOCKS, smoke, collator=DataCollatorWithPadding(tokenizer), **asked)
 

@@ -29,8 +29,11 @@ from sides import Blocks, Row, run_rows, trainer_steps, with_peaks
 #: but at the end of an epoch, of 30 or 60 steps: blocks are of whole epochs.
 _OURS = Blocks(warm_up=120, count=3, steps=60, rows=32)
 _THEIRS = Blocks(warm_up=20, count=5, steps=5, rows=32)
+#: With updates in host memory, which take seconds.
+_ON_HOST = Blocks(warm_up=6, count=5, steps=3, rows=32)
 _SMOKE = Blocks(warm_up=4, count=2, steps=2, rows=4)
 _WRAPPED = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+_FSDP2 = {"version": 2, **_WRAPPED}
 _ZERO = {
     "zero_optimization": {"stage": 3, "overlap_comm": True},
     "bf16": {"enabled": True},
@@ -39,28 +42,45 @@ _ZERO = {
     "train_batch_size": "auto",
     "gradient_clipping": "auto",
 }
+_OFFLOADED = {"optimizer-offload": True}
 ROWS = (
     Row(side="brimful", name="one GPU", settings={"gpus": 1}),
     *(
         Row(side="brimful", name=name, settings={"gpus": 2, "sharding": name})
-        for name in ("parameters", "deepspeed", "states", "none")
+        for name in ("parameters", "deepspeed", "states", "none", "gradients")
+    ),
+    Row(side="brimful", name="weights together", settings={"gpus": 2, "tensor-parallel": 2}),
+    *(
+        Row(side="brimful", name=f"{name}, in host memory", settings={"gpus": 2, "sharding": name, **_OFFLOADED})
+        for name in ("parameters", "deepspeed")
     ),
     Row(side="brimful", name="fused", settings={"gpus": 2, "sharding": "parameters", "execution": "fused"}),
     Row(side="trainer", name="one GPU", settings={"gpus": 1}),
     Row(
         side="trainer",
         name="FSDP2",
-        settings={"gpus": 2, "fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2, **_WRAPPED}},
+        settings={"gpus": 2, "fsdp": "full_shard auto_wrap", "fsdp_config": _FSDP2},
+    ),
+    Row(
+        side="trainer",
+        name="FSDP2, in host memory",
+        settings={"gpus": 2, "fsdp": "full_shard auto_wrap offload", "fsdp_config": _FSDP2},
     ),
     Row(side="trainer", name="ZeRO-3", settings={"gpus": 2, "deepspeed": _ZERO}),
     Row(side="trainer", name="DDP", settings={"gpus": 2, "ddp_find_unused_parameters": False}),
 )
 
 
+def _blocks(settings: dict[str, Any], usual: Blocks, smoke: bool) -> Blocks:
+    """Steps of a row: fewer where it keeps optimizer states in host memory."""
+    on_host = "optimizer-offload" in settings or "offload" in settings.get("fsdp", "")
+    return _SMOKE if smoke else _ON_HOST if on_host else usual
+
+
 def ours(settings: dict[str, Any], folder: Path, smoke: bool) -> dict[str, Any]:
     """`brimful train` as a user calls it, ended after the steps that are timed: no checkpoint is written."""
     gpus, asked = settings["gpus"], {name: value for name, value in settings.items() if name != "gpus"}
-    blocks = _SMOKE if smoke else _OURS
+    blocks = _blocks(settings, _OURS, smoke)
     asked |= {
         "max-steps": 10 * blocks.num_steps, "save-steps": 10 * blocks.num_steps, "logging-steps": blocks.steps,
         "batch-size": blocks.rows * gpus, "eval-split": 0, "precision": "fp32" if smoke else "bf16",
@@ -72,7 +92,7 @@ def ours(settings: dict[str, Any], folder: Path, smoke: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as kept, tempfile.TemporaryFile("w+") as said:
         output = Path(kept) / "run"
         words = ["brimful", "train", str(folder / "rows.jsonl"), "--model", str(folder / "base"), "--output", output]
-        flags = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
+        flags = [word for name, value in asked.items() for word in (f"--{name}", *_value(value))]
         command = [*start, *map(str, words), *flags, *more]
         process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -88,6 +108,11 @@ def ours(settings: dict[str, Any], folder: Path, smoke: bool) -> dict[str, Any]:
     timed = [step for step in steps if step["step"] > blocks.warm_up][: blocks.count]
     rates = [step["samples_per_s"] for step in steps]
     return {"rates": sorted(step["samples_per_s"] for step in timed), "all_rates": rates, "loss": timed[-1]["loss"]}
+
+
+def _value(value: Any) -> tuple[str, ...]:
+    """What follows a flag."""
+    return () if value is True else (str(value),)
 
 
 def _descendants(parent: int) -> list[int]:
@@ -121,7 +146,7 @@ def theirs(settings: dict[str, Any], folder: Path, smoke: bool) -> dict[str, Any
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
     data = [{"input_ids": tokenizer(row["text"])["input_ids"], "labels": int(row["label"] == "yes")} for row in rows]
-    blocks = _SMOKE if smoke else _THEIRS
+    blocks = _blocks(settings, _THEIRS, smoke)
     arguments = {
         "per_device_train_batch_size": blocks.rows, "bf16": not smoke, "tf32": None if smoke else True,
         "optim": "adamw_torch_fused", "dataloader_num_workers": 0 if smoke else 4,
