@@ -130,7 +130,7 @@ def test_a_model_larger_than_the_limit_is_trained(stored: Any, tmp_path: Path) -
     run = brimful.train(
         data, model=tmp_path / "model", output=tmp_path / "run", device="cuda", precision="bf16", batch_size=16,
         max_steps=3, eval_split=0.1, learning_rate=1e-5, stream_weights=stored, memory_limit="3GB", baselines=False,
-        save_steps=1000,
+        save_steps=1000, save_total_limit=1,
     )  # fmt: skip
     assert run.first_batch is not None
     assert run.first_batch.passed
