@@ -24,10 +24,11 @@ from brimful.levers.checkpointing import Checkpointing
 from brimful.levers.lever import StepWork
 from brimful.levers.token_budget import TokenBudget
 from brimful.models.model_stats import layers_of
+from brimful.models.packed import offload as offloading
 from brimful.models.packed.activations import Activations, LayerActivations
 from brimful.models.packed.check_inputs import one_layer_of_each_kind, packed_row, padded_rows
 from brimful.models.packed.family_forms import has_form
-from brimful.models.packed.offload import offload
+from brimful.models.packed.offload import HostActivations, ahead, offload
 from brimful.models.packed.packed_forward import PackedModel, PaddedModel
 from brimful.models.packed.recompute import keep_all, recompute
 from brimful.models.packed.ways import Way
@@ -252,6 +253,40 @@ def test_activations_are_in_host_memory_and_of_one_pass(monkeypatch: pytest.Monk
     assert store.num_bytes == before  # the same buffers again
     with pytest.raises(RuntimeError, match="another one has taken their place"):
         stale.backward()
+
+
+@pytest.mark.parametrize(("moved", "most"), [(6, 3), (5, 3), (3, 5), (1, 7)])
+def test_layers_leave_late_and_come_back_early(monkeypatch: pytest.MonkeyPatch, moved: int, most: int) -> None:
+    """Of eight, as many as are not moved are there at a time, and three at the least: copies have all that time."""
+    here, counts, turns = set[int](), list[int](), list[tuple[str, int]]()
+
+    def leave(layer: offloading._Layer) -> None:
+        here.remove(layer.number)
+        turns.append(("leaves", layer.number))
+
+    def come_back(layer: offloading._Layer) -> None:
+        if layer.number not in here:
+            here.add(layer.number)
+            turns.append(("is back", layer.number))
+
+    monkeypatch.setattr(offloading._Layer, "leave", leave)
+    monkeypatch.setattr(offloading._Layer, "come_back", come_back)
+    store = HostActivations(torch.device("cpu"), ahead(8, moved))
+    model = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(8))
+    x = torch.ones(1, 4, requires_grad=True)
+    for number, layer in enumerate(model):
+        x = store.call(number, weakref.ref(layer), number < moved, layer, x)
+        here.add(number)
+        counts.append(len(here))
+    for number in reversed(range(8)):  # as gradients of layers' results come
+        store._bring(store._layers, number)
+        counts.append(len(here))
+        here.discard(number)
+    assert max(counts) == most
+    outs, back = [("leaves", each) for each in range(moved)], [("is back", each) for each in reversed(range(moved))]
+    assert turns == outs + back
+    layer = LayerActivations(kept=90, input=10, forward_s=1.0)
+    assert Activations(layers=(layer,) * 8, outside=0, fixed=0).bytes(1, offloaded=moved) == 100 * most
 
 
 @pytest.mark.parametrize(("asked", "share"), [("full", 0.75), ("every-2", 0.25)])

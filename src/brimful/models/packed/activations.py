@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from brimful.kernels.layout import Inputs
 from brimful.kernels.remade import Ending, Maker, Remade
-from brimful.models.packed.offload import AHEAD
+from brimful.models.packed.offload import AHEAD, ahead
 from brimful.models.packed.recompute import keep_all, recompute
 from brimful.models.packed.remade_layers import told
 from brimful.models.packed.ways import Way
@@ -75,7 +75,7 @@ class Activations:
         offloaded: how many are.
 
         A layer that is computed again is whole when its turn comes, and what later layers kept is gone by then. Those
-        that are offloaded are back two layers before their turn.
+        that are offloaded are back before their turn, as `ahead` has it.
         """
         ways = ways or {}
         own = [layer.left(ways.get(number, Way.KEPT)) for number, layer in enumerate(self.layers)]
@@ -85,8 +85,9 @@ class Activations:
         before = [0.0, *itertools.accumulate(map(sum, zip(own, inputs, strict=True)))]
         for number in ways:
             most = max(most, before[number] + inputs[number] + self.layers[number].kept)
+        _, comes_before = ahead(len(own), here)
         for end in range(len(own), 0, -1) if here else ():
-            first = max(0, min(here, end - AHEAD - 1))
+            first = max(0, min(here, end - comes_before - 1))
             most = max(most, sum(own[first:end]) + sum(inputs[first:end]))
         return self.fixed + tokens * (self.outside + most)
 

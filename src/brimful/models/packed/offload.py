@@ -1,7 +1,11 @@
 """Activations in host memory between a layer's forward and backward pass.
 
 What a layer saves for its backward pass is copied to pinned host memory on a stream of its own, while the layers after
-it run, and fetched again two layers ahead of the backward pass. The bits are the same. On a CPU it is a plain copy.
+it run, and fetched again ahead of the backward pass. The bits are the same. On a CPU it is a plain copy.
+
+At any time the device holds as many layers as are not moved: one leaves when a later one needs its place, and comes
+back as soon as the backward pass has left one, so that copies have all the time that there is. Two layers at the least
+are there beside the one that runs.
 
 Copies go to buffers that stay: a CUDA graph holds their addresses. So one pass is under way at a time, forward and
 backward, as in a step.
@@ -23,13 +27,20 @@ from brimful.models.packed.recompute import recompute
 
 #: Smaller tensors stay: a copy costs more than the bytes are worth.
 LEAST_BYTES = 64 << 10
-#: Layers that are on the device beside the one that runs: leaving it in a forward pass, coming back in a backward pass.
+#: Layers that are on the device at least beside the one that runs: leaving it in a forward pass, coming back in a
+#: backward pass.
 AHEAD = 2
+
+
+def ahead(depth: int, count: int) -> tuple[int, int]:
+    """Return after how many layers one leaves, and how many before its turn it comes back, if `count` of `depth` do."""
+    kept = max(AHEAD, depth - count)
+    return kept, max(AHEAD, kept - 1)
 
 
 def offload(layers: nn.ModuleList, count: int, device: torch.device) -> HostActivations:
     """Have the first `count` layers keep their activations in host memory, and no others."""
-    store = HostActivations(device)
+    store = HostActivations(device, ahead(len(layers), count))
     recompute(list(layers), range(len(layers)))
     for number, layer in enumerate(layers):
         changed: Any = layer
@@ -40,12 +51,13 @@ def offload(layers: nn.ModuleList, count: int, device: torch.device) -> HostActi
 class HostActivations:
     """Buffers of one model's layers, and the pass that uses them.
 
-    num_bytes: of host memory.
+    num_bytes: of host memory. ahead: as of the function.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ahead: tuple[int, int]) -> None:
         self.num_bytes = 0
         self._device = device
+        self._leaves_after, self._comes_before = ahead
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers: dict[tuple[int, int], list[Tensor]] = {}
         self._layers: dict[int, _Layer] = {}
@@ -59,7 +71,7 @@ class HostActivations:
         if number <= self._number:
             self._layers = {}  # another pass: what was saved before it must not be read any more
         self._number = number
-        if (left := self._layers.get(number - AHEAD)) is not None:
+        if (left := self._layers.get(number - self._leaves_after)) is not None:
             left.leave()
         if not moved:
             return self._hooked(number, function(*arguments))
@@ -122,7 +134,7 @@ class HostActivations:
 
     def _bring(self, layers: dict[int, _Layer], number: int) -> None:
         if layers is self._layers:
-            for each in range(number, number - AHEAD - 1, -1):
+            for each in range(number, number - self._comes_before - 1, -1):
                 if (layer := layers.get(each)) is not None:
                     layer.come_back()
 
