@@ -30,6 +30,7 @@ from brimful.levers.facts import kernels_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.optimizer import Optimizer
 from brimful.levers.packing import Packing, streamed
+from brimful.levers.parameter_efficient import TrainedPart
 from brimful.levers.sharding import Sharding
 from brimful.levers.tensor_parallel import TensorParallel
 from brimful.levers.token_budget import TokenBudget, cuts_windows
@@ -42,6 +43,9 @@ from brimful.models.packed.packed_forward import PackedModel, PaddedModel
 #: Cold seconds that compiling a layer costs where torch's compiler does it, and the share of a step's device time that
 #: it saves: BERT-base on an H200, torch 2.11 (benchmarks/profile). Fused kernels cost less and save more.
 _COMPILE_S, _SAVED = 10.0, 0.25
+#: The former of layers with adapters, which our kernels do not cover: LoRA on a decoder's queries and values took 55 s
+#: on an H100 (benchmarks/adapters).
+_COMPILE_ADAPTED_S = 50.0
 #: The same share where layers of packed rows are trained, and seconds of each in a step that are saved at the least, by
 #: fewer kernels: BERT-base on an H100, captured 34 and compiled 18 ms on BBC News, 5.8 and 3.8 ms on tweets
 #: (benchmarks/drop_in).
@@ -181,7 +185,7 @@ class ExecutionMode(Lever):
         elif not assembly.training:
             compile_s = _COMPILE_FORWARD_S if packed else _COMPILE_PADDED_FORWARD_S
         elif packed:
-            compile_s = _COMPILE_S
+            compile_s = _COMPILE_ADAPTED_S if _has_adapter(assembly) else _COMPILE_S
         else:
             compile_s = _COMPILE_LENGTHS_S if _has_lengths(assembly) else _COMPILE_PADDED_S
         saved_s = saved_seconds(assembly)
@@ -257,7 +261,7 @@ def _in_parts(assembly: Assembly) -> bool:
 
 def saved_seconds(assembly: Assembly) -> float:
     """Return the seconds that compiled layers are expected to save in all of a run, in each process."""
-    passes = 3 if assembly.training else 1
+    passes = 1 if not assembly.training else 2 if _has_adapter(assembly) else 3  # frozen weights have no gradients
     whole_s = 2 * passes * matmul_parameters(assembly.model) * assembly.num_tokens / _REACHED / assembly.num_ranks
     if not assembly.training:
         return _SAVED * whole_s
@@ -265,6 +269,11 @@ def saved_seconds(assembly: Assembly) -> float:
     share, of_layer_s = (_SAVED_IN_TRAINING, _SAVED_A_LAYER_S) if packed else (_SAVED, _SAVED_A_PADDED_LAYER_S)
     num_layers = sum(map(len, lists_to_compile(assembly)))
     return max(share * whole_s, of_layer_s * num_layers * num_steps_of(assembly))
+
+
+def _has_adapter(assembly: Assembly) -> bool:
+    part = assembly.find(TrainedPart)
+    return part is not None and part.adapter
 
 
 def _has_lengths(assembly: Assembly) -> bool:
