@@ -7,12 +7,18 @@ A row's result has its rates by block, the last loss, and the peaks of torch's a
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -87,6 +93,66 @@ def our_steps(
     classes = {lever.arithmetic for lever in step.recipe.levers}
     worst = next((each for each in ("training", "rounding") if each in classes), "exact")
     return {"rates": blocks.rates(seconds), "loss": loss, "arithmetic": worst, "recipe": levers}
+
+
+def command_steps(folder: Path, blocks: Blocks, smoke: bool, *, gpus: int = 1, **asked: Any) -> dict[str, Any]:
+    """Time `brimful train` as a user calls it on `rows.jsonl` and `base` of a folder, ended after the steps that are
+    timed: no checkpoint is written. asked: options by name; True for a flag without a value."""
+    asked |= {
+        "max-steps": 10 * blocks.num_steps, "save-steps": 10 * blocks.num_steps, "logging-steps": blocks.steps,
+        "batch-size": blocks.rows * gpus, "eval-split": 0, "precision": "fp32" if smoke else "bf16",
+        "device": "cpu" if smoke else "cuda",
+    }  # fmt: skip
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={gpus}", "-m"]
+    start = start if smoke and gpus > 1 else [sys.executable, "-m"]
+    more = [] if smoke else ["--gpus", str(gpus)]
+    with tempfile.TemporaryDirectory() as kept, tempfile.TemporaryFile("w+") as said:
+        output = Path(kept) / "run"
+        words = ["brimful", "train", str(folder / "rows.jsonl"), "--model", str(folder / "base"), "--output", output]
+        flags = [word for name, value in asked.items() for word in (f"--{name}", *_value(value))]
+        command = [*start, *map(str, words), *flags, *more]
+        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            steps = _steps(process, output / "events.jsonl", blocks.num_steps)
+        finally:
+            for each in (*_descendants(process.pid), process.pid):  # or the next row finds less memory
+                with suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+            process.wait()
+        if len(steps) < blocks.num_steps // blocks.steps:
+            said.seek(0)
+            raise RuntimeError(said.read()[-1500:])
+    timed = [step for step in steps if step["step"] > blocks.warm_up][: blocks.count]
+    rates = [step["samples_per_s"] for step in steps]
+    return {"rates": sorted(step["samples_per_s"] for step in timed), "all_rates": rates, "loss": timed[-1]["loss"]}
+
+
+def _value(value: Any) -> tuple[str, ...]:
+    """What follows a flag."""
+    return () if value is True else (str(value),)
+
+
+def _descendants(parent: int) -> list[int]:
+    """Numbers of the processes that a process has started, and of those that they have."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            number, parent_of_it = int(each.parent.name), int(each.read_text().rpartition(")")[2].split()[1])
+            if parent_of_it == parent:
+                found += [number, *_descendants(number)]
+    return found
+
+
+def _steps(process: subprocess.Popen[str], events: Path, number: int) -> list[dict[str, Any]]:
+    """Events of steps, once so many are done, or the run has ended."""
+    while True:
+        ended = process.poll() is not None
+        lines = events.read_text().splitlines(keepends=True) if events.exists() else []
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
+        steps = [event for event in found if event["kind"] == "step"]
+        if ended or (steps and steps[-1]["step"] >= number):
+            return steps
+        time.sleep(0.2)
 
 
 def trainer_steps(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import tempfile
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))
 
 from resumable import default_inputs, parser_of, print_rows
-from sides import Blocks, Row, run_rows, trainer_steps, with_peaks
+from sides import Blocks, Row, command_steps, run_rows, trainer_steps, with_peaks
 
 ROWS = (
     Row(side="brimful", name="LoRA"),
@@ -74,26 +73,14 @@ def measure(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         make(folder, smoke)
-    return with_peaks((_brimful if plan["side"] == "brimful" else _trainer)(plan["settings"], folder, smoke), smoke)
+    ours = plan["side"] == "brimful"  # in a process of their own: the driver knows what they take
+    return with_peaks((_brimful if ours else _trainer)(plan["settings"], folder, smoke), smoke or ours)
 
 
 def _brimful(settings: dict[str, Any], folder: Path, smoke: bool) -> dict[str, Any]:
-    import brimful
-
-    blocks = _SMOKE if smoke else _OURS
-    adapter: dict[str, Any] = {} if settings.get("all") else {"peft": "lora", "lora_r": 8}
-    with tempfile.TemporaryDirectory() as kept:
-        output = Path(kept) / "run"
-        run = brimful.train(
-            folder / "rows.jsonl", model=folder / "base", output=output, **adapter,
-            max_steps=blocks.num_steps, batch_size=blocks.rows, eval_split=0.0, logging_steps=blocks.steps,
-            precision="fp32" if smoke else "bf16", execution="auto" if smoke else settings.get("execution", "auto"),
-            device="cpu" if smoke else "cuda", save_steps=blocks.num_steps,
-        )  # fmt: skip
-        events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
-    steps = [event for event in events if event["kind"] == "step" and event["step"] > blocks.warm_up]
-    levers = {lever.name: lever.value for lever in run.recipe.levers}
-    return {"rates": [event["samples_per_s"] for event in steps], "loss": steps[-1]["loss"], "recipe": levers}
+    adapter: dict[str, Any] = {} if settings.get("all") else {"peft": "lora", "lora-r": 8}
+    execution = {} if smoke else {name: value for name, value in settings.items() if name == "execution"}
+    return command_steps(folder, _SMOKE if smoke else _OURS, smoke, **adapter, **execution)
 
 
 def _trainer(settings: dict[str, Any], folder: Path, smoke: bool) -> dict[str, Any]:

@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from argparse import Namespace
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))
 
 from resumable import default_inputs, parser_of, print_rows, script_of, write_texts
-from sides import Blocks, Row, run_rows, trainer_steps, with_peaks
+from sides import Blocks, Row, command_steps, run_rows, trainer_steps, with_peaks
 
 #: Ours compile kernels and capture graphs in the first steps, as new sizes come. Steps are told of two steps late,
 #: but at the end of an epoch, of 30 or 60 steps: blocks are of whole epochs.
@@ -78,64 +73,9 @@ def _blocks(settings: dict[str, Any], usual: Blocks, smoke: bool) -> Blocks:
 
 
 def ours(settings: dict[str, Any], folder: Path, smoke: bool) -> dict[str, Any]:
-    """`brimful train` as a user calls it, ended after the steps that are timed: no checkpoint is written."""
-    gpus, asked = settings["gpus"], {name: value for name, value in settings.items() if name != "gpus"}
-    blocks = _blocks(settings, _OURS, smoke)
-    asked |= {
-        "max-steps": 10 * blocks.num_steps, "save-steps": 10 * blocks.num_steps, "logging-steps": blocks.steps,
-        "batch-size": blocks.rows * gpus, "eval-split": 0, "precision": "fp32" if smoke else "bf16",
-        "device": "cpu" if smoke else "cuda",
-    }  # fmt: skip
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={gpus}", "-m"]
-    start = start if smoke and gpus > 1 else [sys.executable, "-m"]
-    more = [] if smoke else ["--gpus", str(gpus)]
-    with tempfile.TemporaryDirectory() as kept, tempfile.TemporaryFile("w+") as said:
-        output = Path(kept) / "run"
-        words = ["brimful", "train", str(folder / "rows.jsonl"), "--model", str(folder / "base"), "--output", output]
-        flags = [word for name, value in asked.items() for word in (f"--{name}", *_value(value))]
-        command = [*start, *map(str, words), *flags, *more]
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            steps = _steps(process, output / "events.jsonl", blocks.num_steps)
-        finally:
-            for each in (*_descendants(process.pid), process.pid):  # or the next row finds less memory
-                with suppress(ProcessLookupError):
-                    os.kill(each, signal.SIGKILL)
-            process.wait()
-        if len(steps) < blocks.num_steps // blocks.steps:
-            said.seek(0)
-            raise RuntimeError(said.read()[-1500:])
-    timed = [step for step in steps if step["step"] > blocks.warm_up][: blocks.count]
-    rates = [step["samples_per_s"] for step in steps]
-    return {"rates": sorted(step["samples_per_s"] for step in timed), "all_rates": rates, "loss": timed[-1]["loss"]}
-
-
-def _value(value: Any) -> tuple[str, ...]:
-    """What follows a flag."""
-    return () if value is True else (str(value),)
-
-
-def _descendants(parent: int) -> list[int]:
-    """Numbers of the processes that a process has started, and of those that they have."""
-    found = []
-    for each in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            number, parent_of_it = int(each.parent.name), int(each.read_text().rpartition(")")[2].split()[1])
-            if parent_of_it == parent:
-                found += [number, *_descendants(number)]
-    return found
-
-
-def _steps(process: subprocess.Popen[str], events: Path, number: int) -> list[dict[str, Any]]:
-    """Events of steps, once so many are done, or the run has ended."""
-    while True:
-        ended = process.poll() is not None
-        lines = events.read_text().splitlines(keepends=True) if events.exists() else []
-        found = [json.loads(line) for line in lines if line.endswith("\n")]
-        steps = [event for event in found if event["kind"] == "step"]
-        if ended or (steps and steps[-1]["step"] >= number):
-            return steps
-        time.sleep(0.2)
+    """`brimful train` as a user calls it."""
+    flags = {name: value for name, value in settings.items() if name != "gpus"}
+    return command_steps(folder, _blocks(settings, _OURS, smoke), smoke, gpus=settings["gpus"], **flags)
 
 
 def theirs(settings: dict[str, Any], folder: Path, smoke: bool) -> dict[str, Any]:
