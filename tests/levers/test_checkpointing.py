@@ -255,36 +255,44 @@ def test_activations_are_in_host_memory_and_of_one_pass(monkeypatch: pytest.Monk
         stale.backward()
 
 
-@pytest.mark.parametrize(("moved", "most"), [(6, 3), (5, 3), (3, 5), (1, 7)])
-def test_layers_leave_late_and_come_back_early(monkeypatch: pytest.MonkeyPatch, moved: int, most: int) -> None:
-    """Of eight, as many as are not moved are there at a time, and three at the least: copies have all that time."""
-    here, counts, turns = set[int](), list[int](), list[tuple[str, int]]()
+@pytest.mark.parametrize(
+    ("moved", "most", "left_at", "back_at"),
+    [(6, 3, [2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2]), (3, 5, [5, 6, 7], [5, 4, 3]), (1, 7, [7], [5])],
+)
+def test_layers_leave_late_and_come_back_early(
+    monkeypatch: pytest.MonkeyPatch, moved: int, most: int, left_at: list[int], back_at: list[int]
+) -> None:
+    """Of eight, as many as are not moved are there at a time, and three at the least: copies have all that time.
+
+    left_at: layers at whose call the first, second, ... leaves; back_at: those in whose backward pass the last, the one
+    before it, ... comes back.
+    """
+    here, counts, turns, at = set[int](), list[int](), list[tuple[int, int]](), 0
 
     def leave(layer: offloading._Layer) -> None:
         here.remove(layer.number)
-        turns.append(("leaves", layer.number))
+        turns.append((layer.number, at))
 
     def come_back(layer: offloading._Layer) -> None:
         if layer.number not in here:
             here.add(layer.number)
-            turns.append(("is back", layer.number))
+            turns.append((layer.number, at))
 
     monkeypatch.setattr(offloading._Layer, "leave", leave)
     monkeypatch.setattr(offloading._Layer, "come_back", come_back)
     store = HostActivations(torch.device("cpu"), ahead(8, moved))
-    model = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(8))
     x = torch.ones(1, 4, requires_grad=True)
-    for number, layer in enumerate(model):
-        x = store.call(number, weakref.ref(layer), number < moved, layer, x)
-        here.add(number)
+    layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(8))
+    for at, layer in enumerate(layers):
+        x = store.call(at, weakref.ref(layer), at < moved, layer, x)
+        here.add(at)
         counts.append(len(here))
-    for number in reversed(range(8)):  # as gradients of layers' results come
-        store._bring(store._layers, number)
+    for at in reversed(range(8)):  # as gradients of layers' results come
+        store._bring(store._layers, at)
         counts.append(len(here))
-        here.discard(number)
+        here.discard(at)
+    assert turns == [*enumerate(left_at), *zip(reversed(range(moved)), back_at, strict=True)]
     assert max(counts) == most
-    outs, back = [("leaves", each) for each in range(moved)], [("is back", each) for each in reversed(range(moved))]
-    assert turns == outs + back
     layer = LayerActivations(kept=90, input=10, forward_s=1.0)
     assert Activations(layers=(layer,) * 8, outside=0, fixed=0).bytes(1, offloaded=moved) == 100 * most
 

@@ -33,9 +33,12 @@ AHEAD = 2
 
 
 def ahead(depth: int, count: int) -> tuple[int, int]:
-    """Return after how many layers one leaves, and how many before its turn it comes back, if `count` of `depth` do."""
+    """Return after how many layers one leaves, and how many before its turn it comes back, if `count` of `depth` do.
+
+    It comes back once two have been: the last one may keep less than the others.
+    """
     kept = max(AHEAD, depth - count)
-    return kept, max(AHEAD, kept - 1)
+    return kept, max(AHEAD, kept - 2)
 
 
 def offload(layers: nn.ModuleList, count: int, device: torch.device) -> HostActivations:
