@@ -209,12 +209,26 @@ class Ranks:
 
     def send_beat(self) -> None:
         """Send the leader, which takes `beats_now`, a sign of life."""
-        self.send(np.frombuffer(self.pulse.beat().to_json().encode(), dtype=np.uint8).copy())
+        self._send_own_beat(0)
+
+    def _send_own_beat(self, to: int) -> None:
+        self.send(np.frombuffer(self.pulse.beat().to_json().encode(), dtype=np.uint8).copy(), to)
 
     def beats_now(self) -> tuple[Beat, ...]:
         """Wait for each of the others to `send_beat`; return a sign of life of all processes, in their order."""
         others = [Beat.from_json(self.receive(sender).tobytes()) for sender in range(1, self.count)]
         return (self.pulse.beat(), *others)
+
+    def where(self, rank: int, why: str) -> Lost:
+        """Have one process tell all others where it is, with what is known of it; all call this together."""
+        if rank == self.rank:
+            for other in range(self.count):
+                if other != rank:
+                    self._send_own_beat(other)
+            beat = self.pulse.beat()
+        else:
+            beat = Beat.from_json(self.receive(rank).tobytes())
+        return Lost.found(beat, self.count, why)
 
     @property
     def lost(self) -> Lost | None:

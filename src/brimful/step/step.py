@@ -23,6 +23,7 @@ from torch import Tensor
 from brimful.data.batches.batch import Batch, MicroBatch
 from brimful.hardware.memory import ElsewhereMemoryError, is_out_of_memory, let_go, set_aside
 from brimful.hardware.process_settings import RandomStream
+from brimful.hardware.pulse import Lost
 from brimful.hardware.ranks import ALONE, Ranks
 from brimful.hardware.read_back import ReadBack, host_room
 from brimful.kernels.precompile import Compiling, precompiled
@@ -152,6 +153,7 @@ class Step:
         # Of our kernels' masks, and the batch that it is of. Graphs read it where it lies.
         self._mask_seed, self._masks_of = torch.zeros((), dtype=torch.int64, device=self.device), -1
         self._keeps_all = self._failed_together = False
+        self.full: Lost | None = None  # the process that memory ran out in last, of several
         self._between: Callable[[], None] | None = None
         if ranks.count > 1:
             update.share(ranks, half=half_wire, overlap=overlap)
@@ -250,7 +252,8 @@ class Step:
         failed = self.ranks.any([failure is not None and rank == self.ranks.rank for rank in range(self.ranks.count)])
         if any(failed):
             self._failed_together = True
-            raise failure or kind(f"out of memory in process {failed.index(True)} of {len(failed)}")
+            self.full = self.ranks.where(failed.index(True), "out of memory")
+            raise failure or kind(str(self.full))
 
     def _pending(
         self, batch: Batch, readings: Tensor, rows: Sequence[Tensor], room: Tensor,

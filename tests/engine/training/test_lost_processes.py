@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -204,7 +205,10 @@ def test_memory_that_runs_out_in_one_process(files: Path, tmp_path: Path) -> Non
     both = start(tmp_path / "always", words(files, tmp_path / "three", *LONG), harm=always)
     assert both.results() == [6, 6]
     assert "memory ran out in the step of batch" in both.said(0)
-    assert "(out of memory in process 1 of 2); all is saved after step" in both.said(0)
+    assert f"(process 1 of 2 ({socket.gethostname()}, CPU), at step" in both.said(0)
+    assert "in phase steps: out of memory); all is saved after step" in both.said(0)
+    (lost,) = events(tmp_path / "three", "process_lost")
+    assert (lost["rank"], lost["phase"], lost["why"]) == (1, "steps", "out of memory")
     assert checkpoints(tmp_path / "three")
 
 

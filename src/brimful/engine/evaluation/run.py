@@ -11,7 +11,7 @@ from brimful.core.command_line import command_of
 from brimful.core.errors import OptionError, printable
 from brimful.core.evaluation import Evaluation
 from brimful.core.options.evaluate import EvaluateOptions
-from brimful.core.place import find_place
+from brimful.core.place import check_launched, find_place
 from brimful.data.readers.in_memory import Tables
 from brimful.data.writers.output_path import check_new
 from brimful.engine.classification.gpu_process import GpuProcess
@@ -31,6 +31,7 @@ def run_evaluation(
         check_page(Path(options.report), "--report")
     if options.output is not None:
         check_new(Path(options.output), overwrite=options.overwrite)
+    check_launched(options.launcher)
     command = command_of("evaluate", options)
     if options.data is None:
         _check_one_input(options)

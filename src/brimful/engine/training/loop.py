@@ -221,7 +221,11 @@ class TrainingLoop:
         self._saving.save_now()
         self._tell_time()
         self._events.write("stopped", step=self._state.applied, why=str(error))
-        said = f"{error}; all is saved after step {self._state.applied}"
+        said, full = str(error), self._built.step.full
+        if full is not None:
+            self._write_lost(full)
+            said += "" if str(full) in said else f"; {full}"
+        said += f"; all is saved after step {self._state.applied}"
         may = "--resume goes on, with another --gradient-checkpointing, --gpus or --sharding, too"
         return MemoryFullError(said, hint=f"{error.hint}; {may}")
 
