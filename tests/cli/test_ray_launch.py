@@ -57,6 +57,14 @@ def test_refused_without_ray(
 def test_refused(more: dict[str, object], said: str, home: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=said):
         brimful.classify(home / "model", home / "rows" / "0.csv", tmp_path / "out.csv", **more)
+    with pytest.raises(OptionError, match=said):
+        brimful.evaluate(home / "model", home / "rows" / "0.csv", output=str(tmp_path / "out.csv"), **more)
+
+
+def test_an_evaluation_elsewhere_needs_a_file(home: Path, tmp_path: Path) -> None:
+    for given in ((home / "model", home / "rows" / "0.csv"), (home / "rows" / "0.csv",)):
+        with pytest.raises(OptionError, match="--launcher ray starts processes elsewhere"):
+            brimful.evaluate(*given, launcher="ray")
 
 
 def brimful_on_ray(*words: object) -> subprocess.CompletedProcess[str]:
@@ -86,6 +94,17 @@ def test_a_classification_by_two_workers(how: str, home: Path, tmp_path: Path) -
     files = sorted((tmp_path / "out").glob("*.parquet"))
     assert len(files) == (3 if more else 1)
     assert sum(pq.read_metadata(file).num_rows for file in files) == 120
+
+
+@with_ray
+def test_an_evaluation_by_two_workers(home: Path, tmp_path: Path) -> None:
+    """Its answers are in a file, and its metrics, those of one process, are what it prints."""
+    answers, rows = tmp_path / "answers.csv", home / "rows" / "0.csv"
+    ended = brimful_on_ray("evaluate", home / "model", rows, "-o", answers)
+    assert ended.returncode == 0, ended.stderr
+    alone = brimful.evaluate(home / "model", rows, output=str(tmp_path / "alone.csv"), device="cpu")
+    assert answers.read_bytes() == (tmp_path / "alone.csv").read_bytes()
+    assert f"{alone.metrics['accuracy'].value:.4f}" in ended.stdout + ended.stderr
 
 
 @with_ray

@@ -315,7 +315,7 @@ def check_launcher(options: Any) -> None:
             f"--gpus and --launcher {options.launcher} are both given",
             hint="--num-processes says how many: each has a GPU",
         )
-    if options.output is None or options.data == "-":
+    if options.output is None or options.data in (None, "-"):
         raise OptionError(f"--launcher {options.launcher} starts processes elsewhere", hint="give INPUT, and --output")
 
 

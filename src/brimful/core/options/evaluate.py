@@ -9,6 +9,7 @@ from brimful.core.errors import OptionError
 from brimful.core.options.checks import (
     check_gpus,
     check_header,
+    check_launcher,
     check_numbers,
     check_positive,
     check_size,
@@ -16,7 +17,13 @@ from brimful.core.options.checks import (
     check_text_format,
     check_types,
 )
-from brimful.core.options.choices import AllocatorChoice, DeviceChoice, ExecutionChoice, PrecisionChoice
+from brimful.core.options.choices import (
+    AllocatorChoice,
+    DeviceChoice,
+    ExecutionChoice,
+    LauncherChoice,
+    PrecisionChoice,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +93,11 @@ class EvaluateOptions:
     gpus: str | None = None
     """GPUs of this machine to use, a process each: a number, or `all`. Default: one; under a launcher such as torchrun
     or srun, one for each process, which share the rows."""
+    launcher: LauncherChoice = "none"
+    """ray: start the processes as workers of Ray Train, on the cluster of RAY_ADDRESS or on this machine; needs
+    brimful[ray], and --output."""
+    num_processes: int | None = None
+    """With --launcher ray: processes to start, each with a GPU unless --device is cpu. Default: 1."""
     verify: int | None = None
     """Rows on which the fast path is first compared with the plain fp32 model; 0: none. Default: 256; on a CPU fewer
     where they are long, a fortieth of all tokens, 2,048 at least."""
@@ -116,6 +128,7 @@ class EvaluateOptions:
         check_header(self.header, self.column_names)
         check_text_format(self.delimiter, self.encoding)
         check_gpus(self.gpus, self.device)
+        check_launcher(self)
         check_streaming(self)
         check_size(self, "memory_limit")
         check_positive(self, "max_length", "token_budget", "limit")
