@@ -249,7 +249,7 @@ class TrainOptions:
     twice."""
     peer_copies: bool | None = None
     """Have copy engines move gradients and weights between the GPUs of one host, and not NCCL's kernels, which take
-    multiprocessors from the model: 2 to 14 % more of two H100s' rate. For AdamW in fp32 without --memory-limit.
+    multiprocessors from the model: 2 to 10 % more of two H100s' rate. For AdamW in fp32 without --memory-limit.
     Default: where NVLink joins the GPUs, and each process sees all of them. --peer-copies: copy, or end with an error;
     --no-peer-copies: by NCCL."""
     sharding: ShardingChoice = "auto"
