@@ -14,6 +14,7 @@ from brimful.kernels.layers import gelu, matmul_gelu, postnorm_ops
 from brimful.kernels.precompile import precompiled
 from kernels.layers.test_postnorm_ops import (
     Case,
+    check_adapter,
     check_add_norm,
     check_attention,
     check_embeddings,
@@ -35,6 +36,10 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear(case: Case, bias: bool) -> None:
     check_linear(case, bias)
+
+
+def test_an_adapter(case: Case) -> None:
+    check_adapter(case)
 
 
 def test_linear_gelu(case: Case) -> None:

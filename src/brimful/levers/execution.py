@@ -43,8 +43,8 @@ from brimful.models.packed.packed_forward import PackedModel, PaddedModel
 #: Cold seconds that compiling a layer costs where torch's compiler does it, and the share of a step's device time that
 #: it saves: BERT-base on an H200, torch 2.11 (benchmarks/profile). Fused kernels cost less and save more.
 _COMPILE_S, _SAVED = 10.0, 0.25
-#: The former of layers with adapters, which our kernels do not cover: LoRA on a decoder's queries and values took 55 s
-#: on an H100 (benchmarks/adapters).
+#: The former of layers with adapters that our kernels do not cover: LoRA on a decoder's queries and values took 55 s on
+#: an H100 (benchmarks/adapters) when they did not.
 _COMPILE_ADAPTED_S = 50.0
 #: The same share where layers of packed rows are trained, and seconds of each in a step that are saved at the least, by
 #: fewer kernels: BERT-base on an H100, captured 34 and compiled 18 ms on BBC News, 5.8 and 3.8 ms on tweets

@@ -1,8 +1,8 @@
 """The part of a model that is trained: an adapter of peft and the head, or all but frozen weights.
 
 An adapter is put into the model before anything is chosen or checked: the equivalence check, the token budgets, the
-graphs and the update are those of the model with it. Layers with an adapter are not those that our fused kernels cover;
-torch's compiler, or the graphs of a step, take them as they are.
+graphs and the update are those of the model with it. Our fused kernels cover layers with LoRA without dropout; torch's
+compiler, or the graphs of a step, take those with other adapters as they are.
 
 Frozen weights are read and never written: those of Linear layers are kept in the precision of products alone, cast
 once, where autocast would cast fp32 ones in every step. What is saved of them is what the model's files hold.

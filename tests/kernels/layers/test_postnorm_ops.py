@@ -23,6 +23,7 @@ from brimful.kernels.forward_context import ForwardContext, current
 from brimful.kernels.layers import dropout_add_layernorm, gelu, postnorm_ops
 from brimful.kernels.layers.dropout_add_layernorm import dropout_add_norm
 from brimful.kernels.layers.embedding import embeddings_norm
+from brimful.kernels.layers.low_rank import low_rank
 from brimful.kernels.split_reduction import add_partial_sums, make_partial_sums, sum_rows
 
 LENGTHS = [5, 70, 1, 33]
@@ -77,6 +78,21 @@ def check_linear(case: Case, bias: bool) -> None:
     w, b = case.linear(H, WIDE)
     leaves = (case.rows(), w, b) if bias else (case.rows(), w)
     case.check(lambda x, w, b=None: postnorm_ops.linear(x, w, b), F.linear, *leaves)
+
+
+def check_adapter(case: Case) -> None:
+    """A linear with what an adapter adds: of a frozen weight there is no gradient."""
+    w, b = (each.detach() for each in case.linear(H, WIDE))
+    (down, _), (up, _) = case.linear(H, 3), case.linear(3, WIDE)
+
+    def ours(x: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        return postnorm_ops.linear(x, w, b, low_rank(x, down, up, 1.7))
+
+    def plain(x: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        whole = F.linear(x, w.cpu().double(), b.cpu().double())
+        return whole + 1.7 * F.linear(F.linear(x, down), up)
+
+    case.check(ours, plain, case.rows(), down, up)
 
 
 def check_linear_gelu(case: Case) -> None:
@@ -178,6 +194,10 @@ def check_embeddings(case: Case, p: float, num_tables: int, padding: int | None,
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear(bias: bool) -> None:
     check_linear(Case(), bias)
+
+
+def test_an_adapter() -> None:
+    check_adapter(Case("cpu", torch.float32))
 
 
 def test_linear_gelu() -> None:

@@ -26,6 +26,7 @@ from brimful.kernels.dropout import kept_at, kept_factor, row_keys, threshold
 from brimful.kernels.forward_context import current
 from brimful.kernels.layers.postnorm_ops import (
     Gradients,
+    _are_learned,
     _are_leaves,
     _input_gradient,
     _multiply,
@@ -199,7 +200,7 @@ class _ProjectedFirstAttention(torch.autograd.Function):
         out_NHD, lse_NH = attend_first(*_heads(q_NH, kv_TN, num_heads), offsets, seed, ctx.site, scale, p)
         ctx.save_for_backward(x_TK, first_NK, w_HK, q_NH, kv_TN, out_NHD, lse_NH, offsets, seed, *saved)
         ctx.dtypes = weights[0].dtype, None if q_bias is None else q_bias.dtype
-        ctx.leaf = _are_leaves(*parameters)
+        ctx.leaf, ctx.learned = _are_leaves(*parameters), _are_learned(*parameters)
         return out_NHD.transpose(0, 1)
 
     @staticmethod
@@ -217,7 +218,9 @@ class _ProjectedFirstAttention(torch.autograd.Function):
             others, biases = _weight_gradients(dkv_TN, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8)
             return of_query, *others.chunk(2), query_bias, *((None, None) if biases is None else biases.chunk(2))
 
-        found = ctx.context.beside(parameters, dq_NH, first_NK, dkv_TN, x_TK, leaf=ctx.leaf)
+        found: Gradients = (None,) * 6
+        if ctx.learned:
+            found = ctx.context.beside(parameters, dq_NH, first_NK, dkv_TN, x_TK, leaf=ctx.leaf)
         dx_TK = _input_gradient(dkv_TN, *weight)
         dx_TK.index_add_(0, _places(dx_TK, offsets), dq_NH @ w_HK)  # what empty segments add is 0
         return dx_TK.view(ctx.shape), None, None, None, None, *found

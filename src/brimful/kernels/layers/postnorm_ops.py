@@ -5,6 +5,9 @@ that autocast asks for, what surrounds them in fp32. Gradients of parameters are
 
 Where a plan of `float8` is active, the products that it names are in fp8; all else is as it is.
 
+What an adapter adds to a product is its `extra`, of the product's shape (`low_rank`). Of weights that are frozen no
+gradient is computed.
+
 Normalised rows come twice, for residuals and, in the dtype of products, for those: the second travels with the first,
 as `halved`, so that nothing is cast twice. Where both dtypes are one, they share their memory, and only their gradients
 are two, which meet inside of the norm's backward kernel instead of in one of their own.
@@ -101,15 +104,40 @@ def _are_leaves(*parameters: Tensor | None) -> bool:
     return all(each is None or each.is_leaf for each in parameters)
 
 
+def _are_learned(*parameters: Tensor | None) -> bool:
+    """True if the gradient of any of these is asked for."""
+    return any(each is not None and each.requires_grad for each in parameters)
+
+
+def with_extras(out_TN: Tensor, parts: Sequence[Tensor | None], extras: Sequence[Tensor | None]) -> Tensor:
+    """A product of weights one below the other, with what is added to that of each, in its place."""
+    start = 0
+    for part, extra in zip(parts, extras, strict=False):
+        rows = 0 if part is None else len(part)
+        if extra is not None:
+            out_TN[:, start : start + rows].add_(extra.reshape(len(out_TN), -1))
+        start += rows
+    return out_TN
+
+
+def extra_gradients(g_TN: Tensor, rows: Sequence[int], shape: Sequence[int], ctx: Any, first: int) -> Gradients:
+    """Of what `with_extras` adds, each (..., rows) where it is asked for. first: place of the first in an autograd
+    function's arguments. shape: of the input."""
+    asked = ctx.needs_input_grad[first : first + len(rows)]
+    each = zip(g_TN.split(list(rows), 1), rows, asked, strict=True)
+    return tuple(g.view(*shape[:-1], n) if needed else None for g, n, needed in each)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, extra: Tensor | None) -> Tensor:
         ctx.context = current()
         x_TK, w_NK = x.flatten(0, -2), weight.to(x.dtype)
         made = _multiply(ctx, x_TK, w_NK, weight, None if bias is None else bias.to(x.dtype))
+        with_extras(made.out_TN, [weight], [extra])
         ctx.save_for_backward(x_TK, *made.saved)
         ctx.dtypes, ctx.shape = (weight.dtype, None if bias is None else bias.dtype), x.shape
-        ctx.leaf, ctx.in_fp8 = _are_leaves(weight, bias), made.in_fp8
+        ctx.leaf, ctx.in_fp8, ctx.learned = _are_leaves(weight, bias), made.in_fp8, _are_learned(weight, bias)
         return _shaped(made.out_TN, (*x.shape[:-1], len(w_NK)))
 
     @staticmethod
@@ -117,26 +145,31 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         x_TK, *weight = ctx.saved_tensors
         g_TN = gradient.reshape(len(x_TK), -1).contiguous()
-        dweight, dbias = ctx.context.beside(
-            lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8), g_TN, x_TK, leaf=ctx.leaf
-        )
-        return _input_gradient(g_TN, *weight).view(ctx.shape), dweight, dbias
+        dweight = dbias = None
+        if ctx.learned:
+            dweight, dbias = ctx.context.beside(
+                lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8), g_TN, x_TK, leaf=ctx.leaf
+            )
+        dextra = g_TN.view(gradient.shape) if ctx.needs_input_grad[3] else None
+        return _input_gradient(g_TN, *weight).view(ctx.shape), dweight, dbias, dextra
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear(x, weight, bias), (..., N), in the dtype of products."""
-    out: Tensor = _Linear.apply(halved(x), weight, bias)  # type: ignore[no-untyped-call]
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, extra: Tensor | None = None) -> Tensor:
+    """F.linear(x, weight, bias) + extra, (..., N), in the dtype of products."""
+    out: Tensor = _Linear.apply(halved(x), weight, bias, extra)  # type: ignore[no-untyped-call]
     return out
 
 
 class _LinearGelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, extra: Tensor | None) -> Tensor:
         ctx.context = current()
         x_TK, w_FK = x.flatten(0, -2), weight.to(x.dtype)
         h_TF, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_FK, weight, activated=True)
+        with_extras(h_TF, [weight], [extra])
         ctx.save_for_backward(x_TK, bias, h_TF, *saved)
         ctx.dtypes, ctx.shape, ctx.leaf = (weight.dtype, None), x.shape, _are_leaves(weight, bias)
+        ctx.learned = _are_learned(weight, bias)
         y_TF = gelu.fused_forward(h_TF, bias)
         note_maker(y_TF, gelu.fused_forward, h_TF, bias)
         return _shaped(y_TF, (*x.shape[:-1], len(w_FK)))
@@ -151,18 +184,22 @@ class _LinearGelu(torch.autograd.Function):
             dweight, _ = _weight_gradients(dh_TF, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8)
             return dweight, add_partial_sums(partials, partials.shape[1], bias.dtype)[1]
 
-        dweight, dbias = ctx.context.beside(parameters, dh_TF, x_TK, partials, leaf=ctx.leaf)
-        return _input_gradient(dh_TF, *weight).view(ctx.shape), dweight, dbias
+        dweight = dbias = None
+        if ctx.learned:
+            dweight, dbias = ctx.context.beside(parameters, dh_TF, x_TK, partials, leaf=ctx.leaf)
+        dextra = dh_TF.view(gradient.shape) if ctx.needs_input_grad[3] else None
+        return _input_gradient(dh_TF, *weight).view(ctx.shape), dweight, dbias, dextra
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """F.gelu(F.linear(x, weight, bias)), by the error function. In one kernel where no gradient is asked for."""
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, extra: Tensor | None = None) -> Tensor:
+    """F.gelu(F.linear(x, weight, bias) + extra), by the error function. In one kernel where no gradient is asked for
+    and nothing is added."""
     half = halved(x)
-    if not torch.is_grad_enabled():
+    if extra is None and not torch.is_grad_enabled():
         x_TK, w_FK = half.flatten(0, -2), weight.to(half.dtype)
         if matmul_gelu.suits(x_TK, w_FK) and not _fp8_products(current().float8, x_TK, w_FK, activated=True).output:
             return matmul_gelu.fused(x_TK, w_FK, bias).view(*x.shape[:-1], -1)
-    out: Tensor = _LinearGelu.apply(half, weight, bias)  # type: ignore[no-untyped-call]
+    out: Tensor = _LinearGelu.apply(half, weight, bias, extra)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -170,7 +207,7 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, eps: float,
-        p: float,
+        p: float, extra: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         context = ctx.context = current()
         x_TK, w_HK = x.flatten(0, -2), weight.to(x.dtype)
@@ -179,6 +216,8 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
             raise ValueError(f"a residual of shape {tuple(residual.shape)} does not fit rows of {tuple(x.shape)}")
         known = known_ending()
         h_TH, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_HK, weight, known_TN=None if known is None else known[0])
+        if known is None:
+            with_extras(h_TH, [weight], [extra])
         seed, ctx.site = context.dropout_site(h_TH, len(h_TH), p)
         dtype = h_TH.dtype if context.half_residuals else gain.dtype
         if known is None:
@@ -192,7 +231,7 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
         ctx.save_for_backward(x_TK, bias, residual_TH, gain, h_TH, statistics, seed, *saved)
         ctx.set_materialize_grads(False)
         ctx.p, ctx.dtypes, ctx.shapes = p, (weight.dtype, None), (x.shape, residual.shape)
-        ctx.leaf = _are_leaves(weight, bias, gain, shift)
+        ctx.leaf, ctx.learned = _are_leaves(weight, bias, gain, shift), _are_learned(weight, bias, gain, shift)
         return _shaped(y_TH, residual.shape), _shaped(y_TH if half_TH is None else half_TH, residual.shape)
 
     @staticmethod
@@ -208,17 +247,22 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
             dweight, _ = _weight_gradients(dh_TH, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8)
             return dweight, *dropout_add_layernorm.parameter_gradients(partials, bias.dtype)
 
-        dweight, dgain, dshift, dbias = ctx.context.beside(parameters, dh_TH, x_TK, partials, leaf=ctx.leaf)
+        dweight = dgain = dshift = dbias = None
+        if ctx.learned:
+            dweight, dgain, dshift, dbias = ctx.context.beside(parameters, dh_TH, x_TK, partials, leaf=ctx.leaf)
         dx, dresidual = _input_gradient(dh_TH, *weight).view(ctx.shapes[0]), dresidual_TH.view(ctx.shapes[1])
-        return dx, dweight, dbias, dresidual, dgain, dshift, None, None
+        dextra = dh_TH.view(ctx.shapes[1]) if ctx.needs_input_grad[8] else None
+        return dx, dweight, dbias, dresidual, dgain, dshift, None, None, dextra
 
 
 def linear_dropout_add_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, eps: float, p: float
-) -> Tensor:
-    """F.layer_norm(F.dropout(F.linear(x, weight, bias), p) + residual, ...), in that of residuals (`residuals`)."""
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor, gain: Tensor, shift: Tensor, eps: float, p: float,
+    extra: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """F.layer_norm(F.dropout(F.linear(x, weight, bias) + extra, p) + residual, ...), in that of residuals
+    (`residuals`)."""
     y, half = _LinearDropoutAddNorm.apply(  # type: ignore[no-untyped-call]
-        halved(x), weight, bias, residual, gain, shift, eps, current().probability(p)
+        halved(x), weight, bias, residual, gain, shift, eps, current().probability(p), extra
     )
     return current().with_cast(y, half)
 
@@ -230,9 +274,11 @@ class _ProjectedAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.context = current()
         x_TK = x.flatten(0, -2)
-        w_NK = side_by_side(parameters[:3], x.dtype)
-        b_N = side_by_side(parameters[3:], x.dtype) if parameters[3] is not None else None
-        qkv_TN, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_NK, parameters[0], b_N)
+        weights, biases, extras = parameters[:3], parameters[3:6], parameters[6:]
+        w_NK = side_by_side(weights, x.dtype)
+        b_N = side_by_side(biases, x.dtype) if biases[0] is not None else None
+        qkv_TN, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_NK, weights[0], b_N)
+        with_extras(qkv_TN, weights, extras)
         q, k, v = qkv_TN.view(len(x_TK), 3, num_heads, -1).transpose(0, 2).unbind(1)
         seed, site = ctx.context.dropout_site(offsets, len(x_TK), settings[-1])
         out_HTD: Tensor
@@ -240,7 +286,8 @@ class _ProjectedAttention(torch.autograd.Function):
         ctx.save_for_backward(x_TK, qkv_TN, out_HTD, lse, mask_rows, offsets, *saved)
         ctx.num_heads, ctx.settings, ctx.shape = num_heads, settings, x.shape
         ctx.dtypes = [None if p is None else p.dtype for p in (parameters[0], parameters[3])]
-        ctx.leaf = _are_leaves(*parameters)
+        ctx.leaf, ctx.learned = _are_leaves(*weights, *biases), _are_learned(*weights, *biases)
+        ctx.rows = [0 if weight is None else len(weight) for weight in weights[: len(extras)]]
         return out_HTD
 
     @staticmethod
@@ -249,23 +296,32 @@ class _ProjectedAttention(torch.autograd.Function):
         x_TK, qkv_TN, out_HTD, lse, mask_rows, offsets, *weight = ctx.saved_tensors
         q, k, v = qkv_TN.view(len(x_TK), 3, ctx.num_heads, -1).transpose(0, 2).unbind(1)
         g_TN = attended_backward(gradient, q, k, v, out_HTD, lse, mask_rows, offsets, *ctx.settings).flatten(1)
-        dweight, dbias = ctx.context.beside(
-            lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8), g_TN, x_TK, leaf=ctx.leaf
-        )
-        dbiases = (None,) * 3 if dbias is None else dbias.chunk(3)
-        return _input_gradient(g_TN, *weight).view(ctx.shape), None, None, None, *dweight.chunk(3), *dbiases
+        dweights = dbiases = (None,) * 3
+        if ctx.learned:
+            dweight, dbias = ctx.context.beside(
+                lambda: _weight_gradients(g_TN, x_TK, *ctx.dtypes, in_fp8=ctx.in_fp8), g_TN, x_TK, leaf=ctx.leaf
+            )
+            dweights, dbiases = dweight.chunk(3), dbiases if dbias is None else dbias.chunk(3)
+        dextras = extra_gradients(g_TN, ctx.rows, ctx.shape, ctx, 10) if ctx.rows else ()
+        return _input_gradient(g_TN, *weight).view(ctx.shape), None, None, None, *dweights, *dbiases, *dextras
 
 
 def projected_attention(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], offsets: Tensor, num_heads: int,
-    settings: Sequence[Any],
+    settings: Sequence[Any], extras: Sequence[Tensor | None] = (),
 ) -> Tensor:  # fmt: skip
     """Variable-length attention (H, T, D) of three projections of x, all with H heads, computed as one product.
 
-    settings: of `varlen.attended`, from the longest segment to the dropout.
+    settings: of `varlen.attended`, from the longest segment to the dropout. extras: what is added to each projection.
     """
     out: Tensor = _ProjectedAttention.apply(  # type: ignore[no-untyped-call]
-        halved(x), offsets, num_heads, (*settings[:-1], current().probability(settings[-1])), *weights, *biases
+        halved(x),
+        offsets,
+        num_heads,
+        (*settings[:-1], current().probability(settings[-1])),
+        *weights,
+        *biases,
+        *extras,
     )
     return out
 

@@ -22,10 +22,13 @@ from brimful.kernels.forward_context import current
 from brimful.kernels.layers import dropout_add_prenorm, glu
 from brimful.kernels.layers.postnorm_ops import (
     Gradients,
+    _are_learned,
     _weight_gradients,
+    extra_gradients,
     halved,
     product_dtype,
     side_by_side,
+    with_extras,
 )
 from brimful.kernels.remade import known_ending, note_maker, offer_ending
 
@@ -42,24 +45,31 @@ class _Projections:
     def __init__(self, weights: Parameters, biases: Parameters, others: Parameters = ()) -> None:
         given = [each for each in (*weights, *biases, *others) if each is not None]
         self.leaf = all(each.is_leaf for each in given)
+        self.learned, self.others_learned = _are_learned(*weights, *biases), _are_learned(*others)
         self.context = current()
         self.rows = [len(weight) for weight in weights if weight is not None]
         self.dtypes = (given[0].dtype, None if biases[0] is None else biases[0].dtype)
 
     @staticmethod
-    def product(x_TK: Tensor, weights: Parameters, biases: Parameters) -> tuple[Tensor, Tensor]:
-        """The product (T, N), and the weights (N, K) that it was made with."""
+    def product(
+        x_TK: Tensor, weights: Parameters, biases: Parameters, extras: Parameters = ()
+    ) -> tuple[Tensor, Tensor]:
+        """The product (T, N) with what is added to it, and the weights (N, K) that it was made with."""
         w_NK = side_by_side(weights, x_TK.dtype)
-        return _product(x_TK, w_NK, None if biases[0] is None else side_by_side(biases, x_TK.dtype)), w_NK
+        made_TN = _product(x_TK, w_NK, None if biases[0] is None else side_by_side(biases, x_TK.dtype))
+        return with_extras(made_TN, weights, extras), w_NK
 
     def gradients(
         self, g_TN: Tensor, x_TK: Tensor, *others: Tensor, more: Callable[[], Gradients] = tuple
     ) -> Gradients:
-        """Of all weights, of all biases, and what `more` makes of `others`, computed beside."""
+        """Of all weights, of all biases, and what `more` makes of `others`, computed beside: None of what is frozen."""
+        nothing = (None,) * len(self.rows)
 
         def parameters() -> Gradients:
+            if not self.learned:
+                return *nothing, *nothing, *more()
             dweight, dbias = _weight_gradients(g_TN, x_TK, *self.dtypes, in_fp8=False)
-            dbiases = (None,) * len(self.rows) if dbias is None else dbias.split(self.rows)
+            dbiases = nothing if dbias is None else dbias.split(self.rows)
             return *dweight.split(self.rows), *dbiases, *more()
 
         return self.context.beside(parameters, g_TN, x_TK, *others, leaf=self.leaf)
@@ -83,9 +93,11 @@ class _Norm(torch.autograd.Function):
         dx, half, partials = dropout_add_prenorm.fused_add_norm_backward(
             dy.contiguous(), dz.contiguous(), z, gain, statistics, ctx.dtype, z, 0, 0.0, centred=ctx.centred
         )
-        dgain = ctx.context.beside(
-            lambda: dropout_add_prenorm.gain_gradient(partials, gain.dtype), partials, leaf=ctx.leaf
-        )
+        dgain = None
+        if ctx.needs_input_grad[1]:
+            dgain = ctx.context.beside(
+                lambda: dropout_add_prenorm.gain_gradient(partials, gain.dtype), partials, leaf=ctx.leaf
+            )
         return dx if half is dx else ctx.context.with_cast(dx, half), dgain, None, None
 
 
@@ -102,10 +114,10 @@ class _LinearAddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, gain: Tensor, eps: float, p: float,
-        centred: bool,
+        centred: bool, extra: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         x_TK, ctx.shape = x.flatten(0, -2), x.shape
-        h_TH, w_HK = _Projections.product(x_TK, [weight], [bias])
+        h_TH, w_HK = _Projections.product(x_TK, [weight], [bias], [extra])
         seed, ctx.site = current().dropout_site(x_TK, len(x_TK), p)
         z, y, statistics = dropout_add_prenorm.fused_add_norm(
             h_TH, _fitting(residual, h_TH), gain, h_TH.dtype, seed, ctx.site, eps, p, centred=centred
@@ -124,19 +136,24 @@ class _LinearAddNorm(torch.autograd.Function):
             centred=ctx.centred,
         )  # fmt: skip
         dh_TH = dh.flatten(0, -2)
-        dweight, dbias, dgain = ctx.projections.gradients(
-            dh_TH, x_TK, partials, more=lambda: (dropout_add_prenorm.gain_gradient(partials, gain.dtype),)
-        )
+
+        def of_gain() -> Gradients:
+            learned = ctx.projections.others_learned
+            return (dropout_add_prenorm.gain_gradient(partials, gain.dtype) if learned else None,)
+
+        dweight, dbias, dgain = ctx.projections.gradients(dh_TH, x_TK, partials, more=of_gain)
         dx = (dh_TH @ w_HK).view(ctx.shape)
-        return dx, dweight, dbias, dresidual.to(ctx.dtype), dgain, None, None, None
+        dextra = dh_TH.view(dresidual.shape) if ctx.needs_input_grad[8] else None
+        return dx, dweight, dbias, dresidual.to(ctx.dtype), dgain, None, None, None, dextra
 
 
 def linear_add_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, gain: Tensor, eps: float, p: float, centred: bool
-) -> tuple[Tensor, Tensor]:
-    """The norm, as of `norm`, of z = residual + F.dropout(F.linear(x, weight, bias), p); and z."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, gain: Tensor, eps: float, p: float, centred: bool,
+    extra: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The norm, as of `norm`, of z = residual + F.dropout(F.linear(x, weight, bias) + extra, p); and z."""
     out: tuple[Tensor, Tensor] = _LinearAddNorm.apply(  # type: ignore[no-untyped-call]
-        halved(x), weight, bias, residual, gain, eps, current().probability(p), centred
+        halved(x), weight, bias, residual, gain, eps, current().probability(p), centred, extra
     )
     return out
 
@@ -144,7 +161,7 @@ def linear_add_norm(
 class _LinearAdd(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, p: float
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, p: float, extra: Tensor | None
     ) -> Tensor:  # fmt: skip
         x_TK, ctx.shape = x.flatten(0, -2), x.shape
         seed, ctx.site = current().dropout_site(x_TK, len(x_TK), p)
@@ -152,7 +169,7 @@ class _LinearAdd(torch.autograd.Function):
         if known_ending() is not None:  # nobody reads these sums
             ctx.save_for_backward(x_TK, side_by_side([weight], x_TK.dtype), seed)
             return torch.empty_like(residual, dtype=torch.promote_types(residual.dtype, x_TK.dtype))
-        h_TH, w_HK = _Projections.product(x_TK, [weight], [bias])
+        h_TH, w_HK = _Projections.product(x_TK, [weight], [bias], [extra])
         ctx.save_for_backward(x_TK, w_HK, seed)
         z = dropout_add_prenorm.fused_add(h_TH, _fitting(residual, h_TH), seed, ctx.site, p)
         offer_ending(z)
@@ -168,13 +185,16 @@ class _LinearAdd(torch.autograd.Function):
             dh = ctx.projections.context.cast(dz, x_TK.dtype)
         dh_TH = dh.flatten(0, -2).contiguous()
         dweight, dbias = ctx.projections.gradients(dh_TH, x_TK)
-        return (dh_TH @ w_HK).view(ctx.shape), dweight, dbias, dz.to(ctx.dtype), None
+        dextra = dh_TH.view(dz.shape) if ctx.needs_input_grad[5] else None
+        return (dh_TH @ w_HK).view(ctx.shape), dweight, dbias, dz.to(ctx.dtype), None, dextra
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, p: float) -> Tensor:
-    """residual + F.dropout(F.linear(x, weight, bias), p), in the dtype that such a sum has."""
+def linear_add(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, p: float, extra: Tensor | None = None
+) -> Tensor:
+    """residual + F.dropout(F.linear(x, weight, bias) + extra, p), in the dtype that such a sum has."""
     out: Tensor = _LinearAdd.apply(  # type: ignore[no-untyped-call]
-        halved(x), weight, bias, residual, current().probability(p)
+        halved(x), weight, bias, residual, current().probability(p), extra
     )
     return out
 
@@ -188,10 +208,12 @@ def _fitting(residual: Tensor, h_TH: Tensor) -> Tensor:
 
 class _LinearGated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: glu.Activation, p: float, *parameters: Tensor | None) -> Tensor:
-        x_TK, ctx.shape = x.flatten(0, -2), x.shape
-        weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
-        h_TG, w_GK = _Projections.product(x_TK, weights, biases)
+    def forward(
+        ctx: Any, x: Tensor, activation: glu.Activation, p: float, count: int, *parameters: Tensor | None
+    ) -> Tensor:
+        x_TK, ctx.shape, ctx.count = x.flatten(0, -2), x.shape, count
+        weights, biases, extras = parameters[:count], parameters[count : 2 * count], parameters[2 * count :]
+        h_TG, w_GK = _Projections.product(x_TK, weights, biases, extras)
         seed, ctx.site = current().dropout_site(x_TK, len(x_TK), p)
         ctx.save_for_backward(x_TK, w_GK, h_TG, seed)
         ctx.p, ctx.activation, ctx.projections = p, activation, _Projections(weights, biases)
@@ -206,18 +228,21 @@ class _LinearGated(torch.autograd.Function):
         g_TF = gradient.reshape(len(x_TK), -1).contiguous()
         dh_TG = glu.fused_backward(g_TF, h_TG, ctx.activation, seed, ctx.site, ctx.p)
         found = ctx.projections.gradients(dh_TG, x_TK)
-        return (dh_TG @ w_GK).view(ctx.shape), None, None, *found
+        rows = ctx.projections.rows[: len(ctx.needs_input_grad) - 4 - 2 * ctx.count]
+        dextras = extra_gradients(dh_TG, rows, ctx.shape, ctx, 4 + 2 * ctx.count) if rows else ()
+        return (dh_TG @ w_GK).view(ctx.shape), None, None, None, *found, *dextras
 
 
 def linear_gated(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: glu.Activation, p: float
-) -> Tensor:
-    """F.dropout(activation(a) * b, p), (..., F), of a and b = F.linear(x, ...), computed as one product.
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], activation: glu.Activation, p: float,
+    extras: Sequence[Tensor | None] = (),
+) -> Tensor:  # fmt: skip
+    """F.dropout(activation(a) * b, p), (..., F), of a and b = F.linear(x, ...) + extra, computed as one product.
 
-    weights: of a and of b, or one (2 F, K) of both side by side; and so the biases.
+    weights: of a and of b, or one (2 F, K) of both side by side; and so the biases, and what is added, () for nothing.
     """
     out: Tensor = _LinearGated.apply(  # type: ignore[no-untyped-call]
-        halved(x), activation, current().probability(p), *weights, *biases
+        halved(x), activation, current().probability(p), len(weights), *weights, *biases, *extras
     )
     return out
 
@@ -226,11 +251,12 @@ class _RotaryAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, angles: tuple[Tensor, Tensor], offsets: Tensor, each: Heads, settings: Any,
-        eps: tuple[float, float], query_gain: Tensor | None, key_gain: Tensor | None, *parameters: Tensor | None,
+        eps: tuple[float, float], query_gain: Tensor | None, key_gain: Tensor | None, count: int,
+        *parameters: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        x_TK, ctx.shape = x.flatten(0, -2), x.shape
-        weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
-        x_TN, w_NK = _Projections.product(x_TK, weights, biases)
+        x_TK, ctx.shape, ctx.count = x.flatten(0, -2), x.shape, count
+        weights, biases, extras = parameters[:count], parameters[count : 2 * count], parameters[2 * count :]
+        x_TN, w_NK = _Projections.product(x_TK, weights, biases, extras)
         ctx.projections = _Projections(weights, biases, [query_gain, key_gain])
         ctx.each, ctx.settings, ctx.eps = each, settings, eps
         found = _head_norm(query_gain, key_gain, eps)
@@ -255,11 +281,15 @@ class _RotaryAttention(torch.autograd.Function):
         g_TN, partials = qkv_rope.fused_backward(g_T3HD, x_TN, cos, sin, ctx.each, found)
 
         def of_gains() -> Gradients:
-            return (None, None) if found is None or partials is None else qkv_rope.gain_gradients(partials, found)
+            if found is None or partials is None or not ctx.projections.others_learned:
+                return None, None
+            return qkv_rope.gain_gradients(partials, found)
 
         others = () if partials is None else (partials,)
         *parameters, dquery, dkey = ctx.projections.gradients(g_TN, x_TK, *others, more=of_gains)
-        return (g_TN @ w_NK).view(ctx.shape), *(None,) * 5, dquery, dkey, *parameters
+        rows = ctx.projections.rows[: len(ctx.needs_input_grad) - 9 - 2 * ctx.count]
+        dextras = extra_gradients(g_TN, rows, ctx.shape, ctx, 9 + 2 * ctx.count) if rows else ()
+        return (g_TN @ w_NK).view(ctx.shape), *(None,) * 5, dquery, dkey, None, *parameters, *dextras
 
 
 def _head_norm(query_gain: Tensor | None, key_gain: Tensor | None, eps: tuple[float, float]) -> HeadNorm | None:
@@ -271,13 +301,14 @@ def _head_norm(query_gain: Tensor | None, key_gain: Tensor | None, eps: tuple[fl
 def rotary_attention(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], gains: Sequence[Tensor | None],
     eps: Sequence[float], cos: Tensor, sin: Tensor, offsets: Tensor, num_queries: int, num_keys: int, head_dim: int,
-    settings: Sequence[Any],
+    settings: Sequence[Any], extras: Sequence[Tensor | None] = (),
 ) -> Tensor:  # fmt: skip
     """Variable-length attention (H, T, D) with rotary embeddings, of projections of x computed as one product.
 
     weights: of queries, keys and values, or one of all side by side; and so the biases. Keys and values may have fewer
     heads than queries, which share them in turn. gains, eps: of the RMSNorm of each query and key, None without one.
     cos, sin: (..., T, D), without gradients. settings: of `varlen.attended`, from the longest segment to the dropout.
+    extras: what is added to the product of each of the weights, () for nothing.
     """
     angles = tuple(each.reshape(-1, head_dim).contiguous() for each in (cos, sin))
     each = Heads(queries=num_queries, keys=num_keys, size=head_dim)
@@ -289,7 +320,9 @@ def rotary_attention(
         (*settings[:-1], current().probability(settings[-1])),
         tuple(eps),
         *gains,
+        len(weights),
         *weights,
         *biases,
+        *extras,
     )
     return out

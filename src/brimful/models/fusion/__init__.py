@@ -2,6 +2,7 @@
 
 A layer's code is recorded (`recording.py`), or traced by torch's dynamo; its graph serves every number of tokens. In it
 
+    linear -> + scale * (linear -> linear)
     sum of embeddings -> layer_norm -> dropout
     linear -> dropout -> + residual -> layer_norm
     linear -> gelu
@@ -31,8 +32,9 @@ from brimful.core.errors import printable
 from brimful.kernels.attention import distance_bias
 from brimful.kernels.forward_context import current
 from brimful.kernels.layers import postnorm_ops, prenorm_ops
+from brimful.kernels.layers.low_rank import low_rank
 from brimful.kernels.layers.seeded_dropout import SeededDropout
-from brimful.models.fusion import postnorm, prenorm
+from brimful.models.fusion import adapters, postnorm, prenorm
 from brimful.models.fusion.nodes import is_parameter
 
 #: What a rewritten layer may have besides our functions: views, and numbers read from modules.
@@ -45,13 +47,13 @@ _FREE_METHODS = {
 _OURS: set[Any] = {
     distance_bias.OPERATOR, postnorm_ops.linear, postnorm_ops.linear_gelu, postnorm_ops.linear_dropout_add_norm,
     postnorm_ops.projected_attention, postnorm_ops.embeddings_norm, prenorm_ops.norm, prenorm_ops.linear_add_norm,
-    prenorm_ops.linear_add, prenorm_ops.linear_gated, prenorm_ops.rotary_attention,
+    prenorm_ops.linear_add, prenorm_ops.linear_gated, prenorm_ops.rotary_attention, low_rank,
 }  # fmt: skip
 
 #: In an order in which none takes a part of another, and norms see who reads them.
 _PATTERNS = (
-    postnorm.embeddings, postnorm.add_norm, prenorm.norm, prenorm.linear_add, prenorm.attention, prenorm.gated,
-    postnorm.gelu, postnorm.linear,
+    adapters.adapted, postnorm.embeddings, postnorm.add_norm, prenorm.norm, prenorm.linear_add, prenorm.attention,
+    prenorm.gated, postnorm.gelu, postnorm.linear,
 )  # fmt: skip
 #: Those that need nothing of the rest of a layer.
 _PATTERNS_OF_PARTS = (postnorm.add_norm, postnorm.gelu, postnorm.linear)

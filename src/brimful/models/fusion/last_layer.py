@@ -73,9 +73,9 @@ def pool_first(fused: GraphModule) -> bool:
     if len(calls) != 1:
         return False
     (call,) = calls
-    x, weights, biases, offsets, num_heads, settings = call.args
+    x, weights, biases, offsets, num_heads, settings, extras = call.args
     _, _, scale, causal, window, softcap, dropout = settings
-    if causal is not False or window != 0 or softcap != 0.0:
+    if causal is not False or window != 0 or softcap != 0.0 or extras:
         return False
     if not is_symbol(x.meta["example_value"].shape[-2]):
         return False  # the number of tokens stands in the graph as a constant

@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
+from brimful.kernels.layers import postnorm_ops
+
 #: The number of tokens that stands for any in a recorded graph, where dynamo has a symbol.
 TOKENS = 2_000_003
-_LINEAR = ("input", "weight", "bias")
+_LINEAR = ("input", "weight", "bias", "extra")
 
 
 def replace(graph: Graph, node: Node, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -50,9 +52,17 @@ def _by_name(node: Node, names: tuple[str, ...]) -> dict[str, Any] | None:
     return dict.fromkeys(names) | dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
+def any_linear(node: Any) -> dict[str, Any] | None:
+    """Arguments of a Linear layer, and the `extra` that an adapter adds to it, None without one."""
+    for target in (torch._C._nn.linear, postnorm_ops.linear):
+        if (call := arguments(node, target, _LINEAR)) is not None:
+            return call
+    return None
+
+
 def linear_call(node: Any) -> dict[str, Any] | None:
-    """Arguments of a Linear layer that has one reader."""
-    call = arguments(node, torch._C._nn.linear, _LINEAR)
+    """The same of a Linear layer that has one reader."""
+    call = any_linear(node)
     return call if call is not None and len(node.users) == 1 else None
 
 
@@ -91,9 +101,14 @@ def layer_norm(node: Any) -> dict[str, Any] | None:
 
 def uncast(node: Any) -> Any:
     """The node before any casts."""
-    while is_method(node, "float") or (is_method(node, "to") and isinstance(node.args[-1], torch.dtype)):
+    while is_method(node, "float") or (is_method(node, "to") and _is_to_dtype(node)):
         node = node.args[0]
     return node
+
+
+def _is_to_dtype(node: Node) -> bool:
+    asked = (*node.args[1:], *node.kwargs.values())
+    return len(asked) == 1 and isinstance(asked[0], torch.dtype)
 
 
 def both_ways(node: Any, target: Any) -> Iterator[tuple[Any, Any]]:

@@ -14,9 +14,11 @@ from torch.fx import Graph, Node
 from brimful.kernels.layers import postnorm_ops
 from brimful.kernels.layers.embedding import MOST_TABLES
 from brimful.models.fusion.nodes import (
+    any_linear,
     arguments,
     dropout_call,
     dropped_linear,
+    is_call,
     is_sum,
     layer_norm,
     linear_call,
@@ -76,7 +78,7 @@ def add_norm(graph: Graph, node: Node) -> None:
                 node,
                 postnorm_ops.linear_dropout_add_norm,
                 (linear["input"], linear["weight"], linear["bias"], residual, call["weight"], call["bias"],
-                 call["eps"], p),
+                 call["eps"], p, linear["extra"]),
             )  # fmt: skip
             return
 
@@ -88,11 +90,12 @@ def gelu(graph: Graph, node: Node) -> None:
         return
     linear = linear_call(call["input"])
     if linear is not None and linear["bias"] is not None:
-        replace(graph, node, postnorm_ops.linear_gelu, (linear["input"], linear["weight"], linear["bias"]))
+        given = (linear["input"], linear["weight"], linear["bias"], linear["extra"])
+        replace(graph, node, postnorm_ops.linear_gelu, given)
 
 
 def linear(graph: Graph, node: Node) -> None:
     """Any linear that is left."""
-    call = arguments(node, torch._C._nn.linear, ("input", "weight", "bias"))
+    call = None if is_call(node, postnorm_ops.linear) else any_linear(node)
     if call is not None and node.users and len(shape_of(call["input"])) > 1 and len(shape_of(call["weight"])) == 2:
         replace(graph, node, postnorm_ops.linear, (call["input"], call["weight"], call["bias"]))

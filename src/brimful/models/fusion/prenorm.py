@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from brimful.kernels.layers import postnorm_ops, prenorm_ops
+from brimful.kernels.layers.low_rank import low_rank
 from brimful.models.fusion.nodes import (
+    any_linear,
     arguments,
     both_ways,
     dropout_call,
@@ -88,7 +90,8 @@ def norm(graph: Graph, node: Node) -> None:
             both = graph.call_function(prenorm_ops.norm, (total, *norm_of, found.centred))
         else:
             linear, residual, p = added
-            given = (linear["input"], linear["weight"], linear["bias"], residual, *norm_of, p, found.centred)
+            of_linear = (linear["input"], linear["weight"], linear["bias"])
+            given = (*of_linear, residual, *norm_of, p, found.centred, linear["extra"])
             both = graph.call_function(prenorm_ops.linear_add_norm, given)
         rows, stream = (graph.call_function(operator.getitem, (both, part)) for part in range(2))
     rows.meta, stream.meta = dict(node.meta), dict(total.meta)
@@ -98,8 +101,8 @@ def norm(graph: Graph, node: Node) -> None:
 
 
 def _is_product(node: Node, rows: Node) -> bool:
-    call = arguments(node, torch._C._nn.linear, ("input", "weight", "bias"))
-    return call is not None and call["input"] is rows
+    call = any_linear(node)
+    return (call is not None and call["input"] is rows) or (is_call(node, low_rank) and node.args[0] is rows)
 
 
 def _later(node: Node) -> set[Node]:
@@ -116,7 +119,7 @@ def linear_add(graph: Graph, node: Node) -> None:
     added = _added(node)
     if added is not None:
         linear, residual, p = added
-        given = (linear["input"], linear["weight"], linear["bias"], residual, p)
+        given = (linear["input"], linear["weight"], linear["bias"], residual, p, linear["extra"])
         replace(graph, node, prenorm_ops.linear_add, given)
 
 
@@ -140,7 +143,8 @@ def gated(graph: Graph, node: Node) -> None:
             continue
         end, p = _dropped(node)
         weights, biases = [each["weight"] for each in linears], [each["bias"] for each in linears]
-        replace(graph, end, prenorm_ops.linear_gated, (linears[0]["input"], weights, biases, activation, p))
+        given = (linears[0]["input"], weights, biases, activation, p, _extras(linears))
+        replace(graph, end, prenorm_ops.linear_gated, given)
         return
 
 
@@ -170,6 +174,12 @@ def _of_one_input(linears: list[dict[str, Any] | None]) -> list[dict[str, Any]] 
     if len(found) != len(linears) or len({linear["input"] for linear in found}) != 1:
         return None
     return found if len({linear["bias"] is None for linear in found}) == 1 else None
+
+
+def _extras(linears: list[dict[str, Any]]) -> list[Any]:
+    """What adapters add to linears: [] for nothing to any."""
+    found = [linear["extra"] for linear in linears]
+    return found if any(each is not None for each in found) else []
 
 
 def _dropped(node: Node) -> tuple[Node, Any]:
@@ -213,16 +223,18 @@ def attention(graph: Graph, node: Node) -> None:
         return
     (q, k, _), offsets, settings = found, node.args[3], list(node.args[5:])
     given = (linears[0]["input"], [each["weight"] for each in linears], [each["bias"] for each in linears])
+    extras = _extras(linears)
     if all(each.is_projection and shape_of(each.linear["weight"]) == shape_of(q.linear["weight"]) for each in found):
-        _replace_attention(graph, node, postnorm_ops.projected_attention, (*given, offsets, q.num_heads, settings))
+        _replace_attention(
+            graph, node, postnorm_ops.projected_attention, (*given, offsets, q.num_heads, settings, extras)
+        )
     elif _fit(*found):
         assert q.angles is not None
         gains = [None if each.norm is None else each.norm.gain for each in (q, k)]
         eps = [0.0 if each.norm is None else each.norm.eps for each in (q, k)]
         sizes = (q.num_heads, k.num_heads, q.head_dim)
-        _replace_attention(
-            graph, node, prenorm_ops.rotary_attention, (*given, gains, eps, *q.angles, offsets, *sizes, settings)
-        )  # fmt: skip
+        rotated = (*given, gains, eps, *q.angles, offsets, *sizes, settings, extras)
+        _replace_attention(graph, node, prenorm_ops.rotary_attention, rotated)
 
 
 def _replace_attention(graph: Graph, node: Node, function: Any, given: tuple[Any, ...]) -> None:
@@ -299,7 +311,7 @@ def _linear_of(node: Node) -> tuple[dict[str, Any] | None, int | None]:
     thirds = () if part is None else (3,)
     if viewed[:-2] != (*shape_of(linear)[:2], *thirds) or shape_of(linear)[0] != 1:
         return None, None
-    return arguments(linear, torch._C._nn.linear, ("input", "weight", "bias")), part
+    return any_linear(linear), part
 
 
 def _turned(node: Any) -> tuple[Any, tuple[Node, Node]] | None:
