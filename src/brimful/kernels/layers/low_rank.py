@@ -1,4 +1,4 @@
-"""What a low-rank adapter (LoRA) adds to a Linear layer, with its gradients written out.
+"""The product that a low-rank adapter (LoRA) adds to a Linear layer, with its gradients written out.
 
 It is given to the function that the layer's product is part of (`postnorm_ops`, `prenorm_ops`), as its `extra`.
 Source: Hu et al. 2021, arXiv 2106.09685.

@@ -177,7 +177,7 @@ def _of_one_input(linears: list[dict[str, Any] | None]) -> list[dict[str, Any]] 
 
 
 def _extras(linears: list[dict[str, Any]]) -> list[Any]:
-    """What adapters add to linears: [] for nothing to any."""
+    """The extras of linears; [] where none has any."""
     found = [linear["extra"] for linear in linears]
     return found if any(each is not None for each in found) else []
 
