@@ -52,6 +52,8 @@ class Forked:
                 os.dup2(log, 1)
                 os.dup2(log, 2)
                 sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+                if (commands := sys.modules.get("brimful.cli.commands")) is not None:
+                    vars(commands)["_LEADER_S"] = 0.0
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
                 found = work(Place(rank=rank, count=count, local_rank=rank))

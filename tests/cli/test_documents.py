@@ -48,6 +48,8 @@ FOREIGN = {
     "--ntasks",
     "--wrap",
     "--nproc-per-node",
+    "--requeue",
+    "--signal",
     "--ntasks-per-node",
     "--gpus-per-node",
     "--cpus-per-task",

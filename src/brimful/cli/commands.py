@@ -14,6 +14,7 @@ import io
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,8 @@ from brimful.cli.launch import LIFELINE, launch, number_of, watch_launcher
 from brimful.core.errors import BrimfulError, Interrupted, OptionError, RanksError, did_you_mean, printable
 from brimful.core.place import LAUNCHED, Place, find_place
 
+#: Seconds in which the leader will have said what all processes have found wrong.
+_LEADER_S = 3.0
 _COMMANDS = ("train", "classify", "evaluate", "export", "report", "compare", "profile", "bench", "demo")
 
 _HELP = """usage: brimful COMMAND ...
@@ -123,13 +126,20 @@ def _run(name: str, words: list[str]) -> int:
     except BrimfulError as error:
         if "--claim" in words or find_place().leads:
             raise
-        return error.exit_code  # the leader says it
+        return _after_the_leader(error)
     if getattr(options, "launcher", "none") != "none" and LAUNCHED not in os.environ:
         return _on_ray(name, options, words)
     claims = getattr(options, "claim", False)  # then each process works by itself, whoever started it
     place = Place() if claims else find_place()
-    if name in ("train", "profile") and options.gpus not in (None, "1") and place.count == 1:
-        return _on_several(options.gpus, [name, *words])
+    if name in ("train", "profile") and options.gpus not in (None, "1"):
+        if place.count == 1:
+            return _on_several(options.gpus, [name, *words])
+        if LIFELINE not in os.environ:
+            said = f"--gpus is {options.gpus}, and a launcher has started {place.count} processes"
+            wrong = OptionError(said, hint="leave it out: each of them has a GPU")
+            if place.leads:
+                raise wrong
+            return _after_the_leader(wrong)
     watch_launcher()
     together = name in ("train", "classify", "evaluate", "profile")
     if place.count > 1:
@@ -172,6 +182,10 @@ def _run(name: str, words: list[str]) -> int:
 
 def _on_several(gpus: str, words: list[str]) -> int:
     """Run the command once for each of several GPUs."""
+    from brimful.hardware.gpu_missing import check_count, check_gpu
+
+    check_gpu("cuda", gpus)
+    check_count(gpus)
     count = number_of(gpus)
     return launch([sys.executable, "-m", "brimful", *words], count)
 
@@ -204,7 +218,7 @@ def _follow(name: str, options: Any) -> int:
             from brimful.hardware.meeting import tell_failure
 
             tell_failure(find_place(), error)
-        return error.exit_code
+        return _after_the_leader(error)
     from brimful.api import run_classification, run_training
     from brimful.engine.evaluation.run import run_evaluation
     from brimful.engine.profiling.profile import profile
@@ -218,6 +232,13 @@ def _follow(name: str, options: Any) -> int:
             return _fail(str(error), error.hint or "", error.exit_code)
         return error.exit_code
     return 0
+
+
+def _after_the_leader(error: BrimfulError) -> int:
+    """Wait until the leader will have said what is wrong, as torchrun ends all with the first; the exit code."""
+    if LIFELINE not in os.environ:
+        time.sleep(_LEADER_S)
+    return error.exit_code
 
 
 def _report(options: Any) -> None:

@@ -186,7 +186,9 @@ class RanksError(BrimfulError):
     exit_code = 7
 
     def __init__(self, message: str, *, lost: int | None = None) -> None:
-        super().__init__(message, hint="see what that process said, then start all again with --resume")
+        super().__init__(
+            message, hint="see what that process said, then start all again, with --resume where the command has it"
+        )
         self.lost = lost
 
 
@@ -225,7 +227,9 @@ _ALSO_CALLED = {
     **dict.fromkeys(("sep", "separator"), "delimiter"),
     **dict.fromkeys(("names", "columns"), "column_names"),
     **dict.fromkeys(("n", "head", "max_rows", "max_samples", "max_train_samples"), "limit"),
-    **dict.fromkeys(("cpu", "gpu", "cuda"), "device"),
+    **dict.fromkeys(("cpu", "cuda"), "device"),
+    **dict.fromkeys(("gpu", "n_gpu", "n_gpus", "nproc", "nproc_per_node", "devices"), "gpus"),
+    **dict.fromkeys(("fsdp", "deepspeed", "ddp", "zero", "zero_stage"), "sharding"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import re
 import sys
 from pathlib import Path
@@ -35,6 +36,27 @@ def check_gpu(device: str, gpus: str | None) -> None:
         return  # torch itself will say
     if "cuda" not in build or (sys.platform == "linux" and not _has_driver()):
         raise no_gpu(build["__version__"], build.get("cuda"), gpus)
+
+
+def check_count(gpus: str) -> None:
+    """Raises: DeviceError where `gpus` is a number of more GPUs than NVIDIA's driver lets this process see."""
+    there = _num_visible()
+    if there is not None and gpus != "all" and int(gpus) > there:
+        found = "is 1 GPU" if there == 1 else f"are {there} GPUs"
+        raise DeviceError(f"--gpus is {gpus}, and there {found} to run on", hint=f"use at most {there}, or all")
+
+
+def _num_visible() -> int | None:
+    """GPUs by the driver and CUDA_VISIBLE_DEVICES; None where the driver does not say, or GPUs are cut up (MIG)."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        there = int(pynvml.nvmlDeviceGetCount())
+    except Exception:  # no pynvml, or no NVIDIA driver
+        return None
+    named = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    return None if any("MIG" in each for each in named) else min(len(named), there) if named else there
 
 
 def _torch_build() -> dict[str, str] | None:

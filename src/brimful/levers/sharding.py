@@ -76,7 +76,8 @@ class Sharding(Lever):
                 weights = Verdict(ok=False, because="its engine has a loss scale of its own; bf16 needs none")
             why_not = next((each for each in (verdict, weights) if not each.ok), None)
             if asked != "none" and why_not is not None and (why_not is verdict or asked in OF_WEIGHTS):
-                raise OptionError(f"--sharding {asked} does not work here: {why_not.because}", hint="leave it out")
+                said = f"--sharding {asked} does not work here: {why_not.because}"
+                raise OptionError(said, hint="leave --sharding out: auto takes what fits and works")
             return cls(value=asked, reason="asked for", count=count)
         return cls._that_fits(assembly, verdict)
 
@@ -88,7 +89,7 @@ class Sharding(Lever):
         if experts:
             return Verdict(ok=False, because="processes would wait for experts that their own tokens do not reach")
         if assembly.adapter is not None or getattr(options, "peft", None) is not None:
-            return Verdict(ok=False, because="weights are cut of models without adapters")
+            return Verdict(ok=False, because="an adapter's frozen weights are not cut")
         held = [id(p) for module in assembly.model.modules() for p in module._parameters.values() if p is not None]
         if len(held) != len(set(held)):
             return Verdict(ok=False, because="modules share a weight, and each is put together for its own turn")

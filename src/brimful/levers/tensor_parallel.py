@@ -43,7 +43,7 @@ class TensorParallel(Lever):
         assert isinstance(options, TrainOptions)
         kind = assembly.model.config.model_type
         if assembly.adapter is not None:
-            return Verdict(ok=False, because="weights are cut of models without adapters")
+            return Verdict(ok=False, because="an adapter's frozen weights are not cut")
         if plan is None:
             return Verdict(ok=False, because=f"transformers has no plan for {kind}")
         if (why_not := plan.why_not(assembly.model, options.tensor_parallel)) is not None:

@@ -61,7 +61,7 @@ def classify_file(
         device = choose_device(options.device, place.local_rank)
     with ExitStack() as stack:
         stack.enter_context(device_memory(device, options.memory_limit, options.allocator))
-        ranks = stack.enter_context(joined(place, device, note=callbacks.note, asked=asked_of(options, device)))
+        ranks = stack.enter_context(joined(place, device, note=callbacks.warning, asked=asked_of(options, device)))
         if not ranks.leads:
             return _follow(options, ranks, stack, tables)
         records = stack.enter_context(leading(ranks))

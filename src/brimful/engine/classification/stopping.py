@@ -7,11 +7,21 @@ from contextlib import contextmanager, suppress
 
 from brimful.engine.classification.runner import Runner
 from brimful.engine.signals import StopSignals
+from brimful.hardware.meeting import store_is_launchers
 from brimful.hardware.ranks import Ranks
+
+#: Seconds until it is known that another process is gone, where a launcher then ends the others.
+_VERDICT_S = 1.5
 
 
 class _Stopped(Exception):  # noqa: N818  (it is not an error)
     """A window left undone, as a signal to stop has come."""
+
+
+def check_why(ranks: Ranks) -> None:
+    """Look why a pass was told to stop: torchrun ends all where one process is gone. Raises: RanksError."""
+    if store_is_launchers():
+        ranks.check_lost(_VERDICT_S)
 
 
 @contextmanager

@@ -23,9 +23,8 @@ from brimful.engine.classification.ready import Ready
 from brimful.engine.classification.request import Asked, Request
 from brimful.engine.classification.runner import Runner
 from brimful.engine.classification.stages import Stages, run_stages
-from brimful.engine.classification.stopping import stopping
+from brimful.engine.classification.stopping import check_why, stopping
 from brimful.engine.classification.windows import Window, WindowSize, answered
-from brimful.hardware.meeting import store_is_launchers
 from brimful.hardware.probe import probe
 from brimful.hardware.specs import datasheet_flops_per_s
 from brimful.measurement.memory import Kept, MemoryWatch, PhaseMemory
@@ -40,10 +39,6 @@ def window_size(given: Given, request: Request, runner: Runner) -> WindowSize:
         row_bytes=given.row_bytes,
         token_operations=runner.token_operations,
     )
-
-
-#: Seconds until it is known that another process is gone, where a launcher then ends the others.
-_VERDICT_S = 1.5
 
 
 class WorkLost(Exception):  # noqa: N818  (it is not an error)
@@ -110,8 +105,7 @@ class WindowPass:
             )
         self._wall_s = time.perf_counter() - self._began
         if stop.received is not None:
-            if store_is_launchers():  # torchrun ends all where one process is gone
-                ranks.check_lost(_VERDICT_S)
+            check_why(ranks)
             for note in self._rows.notes:
                 self._callbacks.note(note)
             again = "" if self._options.claim else " with --resume"

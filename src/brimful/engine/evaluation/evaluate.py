@@ -46,7 +46,7 @@ from brimful.engine.classification.ready import begun_processes, gpu_workers
 from brimful.engine.classification.request import Asked, TextRequest, Texts
 from brimful.engine.classification.runner import Checked, Runner, check_model
 from brimful.engine.classification.stages import Busy, Stages, run_stages
-from brimful.engine.classification.stopping import stopping
+from brimful.engine.classification.stopping import check_why, stopping
 from brimful.engine.classification.verify import Verified, rows_to_compare, verified_runner
 from brimful.engine.classification.windows import Reading, WindowSize
 from brimful.engine.evaluation.truth import Truth, read_truth
@@ -99,7 +99,7 @@ def evaluate_model(
         precision = choose_forward_precision(options.precision, device)
     with ExitStack() as stack:
         stack.enter_context(device_memory(device, options.memory_limit, options.allocator))
-        ranks = stack.enter_context(joined(place, device, note=callbacks.note, asked=asked_of(options, device)))
+        ranks = stack.enter_context(joined(place, device, note=callbacks.warning, asked=asked_of(options, device)))
         if not ranks.leads:
             return _follow(options, asked, precision, ranks, stack, tables)
         records = stack.enter_context(leading(ranks))
@@ -346,6 +346,7 @@ class _Pass:
                 most_devices=len(self._workers) + others,
             )
         if stop.received is not None:
+            check_why(self._ranks)
             raise Interrupted(
                 f"stopped after {self._done:,} of {len(self._given.texts):,} rows",
                 signal_number=stop.received,

@@ -73,7 +73,11 @@ def profile(options: ProfileOptions, callbacks: Callbacks, tables: Tables | None
         deterministic(options.deterministic),
         device_memory(device, options.memory_limit, options.allocator),
         joined(
-            place, device, note=callbacks.note, asked=asked_of(options, device), tensor_parallel=options.tensor_parallel
+            place,
+            device,
+            note=callbacks.warning,
+            asked=asked_of(options, device),
+            tensor_parallel=options.tensor_parallel,
         ) as ranks,
     ):
         ranks.pulse.enter("profile")

@@ -31,10 +31,11 @@ class RunFolder:
         self.events = path / "events.jsonl"
         self.model = path / "model"
         self.checkpoints = path / "checkpoints"
-        self._lock = -1
+        self._lock, self._made = -1, False
 
     def __enter__(self) -> RunFolder:
         with atomic_files.file_errors(self.path):
+            self._made = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
         self._lock = atomic_files.lock_folder(self.path)
         try:
@@ -45,6 +46,10 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._made and [each.name for each in self.path.iterdir()] == [atomic_files.LOCK]:  # nothing was written
+            with suppress(OSError):
+                (self.path / atomic_files.LOCK).unlink()
+                self.path.rmdir()
         os.close(self._lock)
 
     def read(self) -> Run | None:

@@ -90,7 +90,11 @@ def train(
     with (
         device_memory(device, options.memory_limit, options.allocator),
         joined(
-            place, device, note=callbacks.note, asked=asked_of(options, device), tensor_parallel=options.tensor_parallel
+            place,
+            device,
+            note=callbacks.warning,
+            asked=asked_of(options, device),
+            tensor_parallel=options.tensor_parallel,
         ) as ranks,
     ):
         ranks.pulse.hang_s = options.hang_timeout
