@@ -281,6 +281,7 @@ def test_control_characters_reach_stdout_escaped(brimful: Brimful, tmp_path: Pat
         (["{classifier}", "{reviews}", "--max-length", "1000"], "positions for 80 tokens", "at most 80"),
         (["{classifier}", "{reviews}", "--device", "cuda"], "--device cuda", "--device cpu"),
         (["{classifier}", "{reviews}", "--num-gpus", "2"], "--gpus is 2, and there is no GPU to run on", "leave"),
+        (["{classifier}", "{reviews}", "--gpu", "2"], "no option --gpu", "did you mean --gpus?"),
         (["{classifier}", "{reviews}", "--gpus", "2", "--device", "cpu"], "--device cpu are both", "leave one out"),
         (["{classifier}", "{reviews}", "--outptu", "a.csv"], "no option --outptu", "--output"),
         (["{classifier}", "{reviews}", "--labels", ",", "-o", "{tmp}/out.csv"], "no candidate labels", "sports"),

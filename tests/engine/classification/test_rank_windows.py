@@ -16,9 +16,12 @@ import pytest
 
 import brimful
 from brimful.cli.commands import run
-from brimful.core.errors import OptionError
+from brimful.core.errors import OptionError, RanksError
 from brimful.core.place import Place
 from brimful.engine.classification.request import Texts
+from brimful.engine.classification.stopping import check_why
+from brimful.hardware.pulse import Lost
+from brimful.hardware.ranks import Ranks
 from forked_ranks import Forked
 from tiny_files import review, save_classifier
 
@@ -191,6 +194,24 @@ def test_a_process_with_other_rows(other: slice, codes: list[int], said: str, ho
     assert forked.exit_codes() == codes
     assert said in forked.said(0)
     assert not (tmp_path / "out.parquet").exists()
+
+
+def test_why_a_pass_was_told_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun sends SIGTERM to all where one is gone; where a user did, nobody is."""
+
+    class Watch:
+        found: Lost | None = None
+
+        def verdict(self, _: float) -> Lost | None:
+            return self.found
+
+    ranks, watch = Ranks(), Watch()
+    monkeypatch.setattr(ranks, "watch", watch)
+    monkeypatch.setattr("brimful.engine.classification.stopping.store_is_launchers", lambda: True)
+    check_why(ranks)
+    watch.found = Lost(rank=1, of=2, why="has ended", host="here", device="CPU", step=0, phase="evaluation")
+    with pytest.raises(RanksError, match=r"^process 1 of 2 \(here, CPU\), in phase evaluation: has ended"):
+        check_why(ranks)
 
 
 def test_every_text_counts_in_the_mark_of_a_window() -> None:

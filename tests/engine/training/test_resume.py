@@ -620,6 +620,9 @@ def test_a_folder_of_other_things_is_refused(name: str, resume: bool, start: Sta
 def test_two_processes_in_one_folder(start: Start, killed: Path, tmp_path: Path) -> None:
     shutil.copytree(killed, tmp_path / "run")
     before = contents(tmp_path / "run")
+    with RunFolder(tmp_path / "empty"):
+        pass
+    assert not (tmp_path / "empty").exists()  # a start that failed leaves nothing
     with RunFolder(tmp_path / "run"):
         ended = start("max steps", "", "--resume")
     assert ended.code == 2

@@ -201,6 +201,11 @@ def test_a_mistake_ends_all(command: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert both.results() == [2, 2]
     assert "error: there is no such file or folder" in both.said(0)
     assert both.said(1) == ""
+    if command == "train":  # a process for each GPU was started already
+        both = start(tmp_path / "again", command, *words, *output, "--gpus", "2")
+        assert both.results() == [2, 2]
+        assert "error: --gpus is 2, and a launcher has started 2 processes" in both.said(0)
+        assert both.said(1) == ""
 
 
 GONE = """
