@@ -214,5 +214,6 @@ def run_rows(
         say(f"{row.key}: {rate}, {record['nvml_bytes']} bytes by NVML, {record['wall_s']} s")
     results = [found for row in rows if (found := session.known("row", side=row.side, row=row.name))]
     newest = [max(found, key=lambda record: (record["ok"], session.records.index(record))) for found in results]
+    newest = [{name: each["settings"].get(name) for name in ("work", "gpus")} | each for each in newest]
     write_texts(arguments.output, {"results.json": json.dumps(newest, indent=1)})
     return newest

@@ -83,7 +83,7 @@ def one(arguments: Namespace) -> int:
         whole.append(record.texts_per_s)
         rates.append(rows / seconds if rows else record.texts_per_s)  # of a few rows there are no two marks
     told = {"limit": record.limit, "start_s": record.start_s, "stages": [vars(stage) for stage in record.stages]}
-    told["gpus"] = [vars(each) for each in record.gpus]
+    told["each_gpu"] = [vars(each) for each in record.gpus]
     print_rows([with_peaks({"rates": sorted(rates), "whole": whole, **told}, smoke=True)])
     return 0
 
