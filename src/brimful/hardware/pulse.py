@@ -113,8 +113,7 @@ class Lost:
     def __str__(self) -> str:
         if self.rank is None:
             return f"the {self.of} processes cannot go on: {self.why}"
-        at_step = f", at step {self.step}" if self.step else ""
-        at = f"({self.host}, {self.device}){at_step}, in phase {self.phase}"
+        at = f"({self.host}, {self.device}), at step {self.step}, in phase {self.phase}"
         return f"process {self.rank} of {self.of} {at}: {self.why}"
 
     @classmethod

@@ -210,7 +210,7 @@ def test_why_a_pass_was_told_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("brimful.engine.classification.stopping.store_is_launchers", lambda: True)
     check_why(ranks)
     watch.found = Lost(rank=1, of=2, why="has ended", host="here", device="CPU", step=0, phase="evaluation")
-    with pytest.raises(RanksError, match=r"^process 1 of 2 \(here, CPU\), in phase evaluation: has ended"):
+    with pytest.raises(RanksError, match=r"^process 1 of 2 \(here, CPU\), at step 0, in phase evaluation: has ended"):
         check_why(ranks)
 
 
