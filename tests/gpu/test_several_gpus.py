@@ -172,6 +172,23 @@ def test_weights_in_parts_learn_what_one_does(
             assert together["loss"] == pytest.approx(alone["loss"], rel=tolerance)
 
 
+@pytest.mark.parametrize(
+    "engine",
+    [("--sharding", "gradients"), ("--sharding", "parameters", "--optimizer-offload")],
+    ids=["gradients", "weights in host memory"],
+)
+def test_gradients_in_parts_and_host_memory_learn_what_one_does(
+    train: Train, tmp_path: Path, engine: tuple[str, ...]
+) -> None:
+    """In fp32, over several micro-batches a step."""
+    ask = ["--precision", "fp32", "--execution", "eager", "--token-budget", "512"]
+    one, two = train(tmp_path / "one", 1, *ask), train(tmp_path / "two", 2, *ask, *engine)
+    for alone, together in zip(one, two, strict=True):
+        assert together["loss"] == pytest.approx(alone["loss"], rel=1e-3)
+    saved = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two")]
+    assert {name: w.shape for name, w in saved[0].items()} == {name: w.shape for name, w in saved[1].items()}
+
+
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-3), ("bf16", 5e-2)])
 def test_weights_together_learn_what_one_does(train: Train, tmp_path: Path, precision: str, tolerance: float) -> None:
     """A model with a plan of transformers', every layer cut; what is saved is whole."""
