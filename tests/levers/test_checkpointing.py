@@ -295,6 +295,8 @@ def test_layers_leave_late_and_come_back_early(
     assert max(counts) == most
     layer = LayerActivations(kept=90, input=10, forward_s=1.0)
     assert Activations(layers=(layer,) * 8, outside=0, fixed=0).bytes(1, offloaded=moved) == 100 * most
+    small = (*(layer,) * 7, LayerActivations(kept=0, input=10, forward_s=1.0))  # one token of the last layer is read
+    assert Activations(layers=small, outside=0, fixed=0).bytes(1, offloaded=moved) == 100 * min(most, 7)
 
 
 @pytest.mark.parametrize(("asked", "share"), [("full", 0.75), ("every-2", 0.25)])

@@ -230,7 +230,7 @@ def _follow(name: str, options: Any) -> int:
     except BrimfulError as error:
         if isinstance(error, RanksError) and error.lost == 0 and find_place().rank == 1:  # the leader cannot
             return _fail(str(error), error.hint or "", error.exit_code)
-        return error.exit_code
+        return error.exit_code if isinstance(error, RanksError) else _after_the_leader(error)
     return 0
 
 

@@ -202,6 +202,7 @@ class TrainingLoop:
         state = self._state
         self._built.source.layout, state.token_budget = self._fitted.layout, self._fitted.limit
         state.out_of_memory.append(dataclasses.asdict(found))
+        self._built.step.full = None
         self._events.write("out_of_memory", step=state.applied, **dataclasses.asdict(found))
         self._callbacks.warning(out_of_memory_text(found))
         self._record_out_of_memory()
@@ -223,7 +224,8 @@ class TrainingLoop:
         self._events.write("stopped", step=self._state.applied, why=str(error))
         said, full = str(error), self._built.step.full
         if full is not None:
-            self._write_lost(full)
+            if full.rank != self._ranks.rank:
+                self._write_lost(full)
             said += "" if str(full) in said else f"; {full}"
         said += f"; all is saved after step {self._state.applied}"
         may = "--resume goes on, with another --gradient-checkpointing, --gpus or --sharding, too"

@@ -46,8 +46,8 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._made and [each.name for each in self.path.iterdir()] == [atomic_files.LOCK]:  # nothing was written
-            with suppress(OSError):
+        with suppress(OSError):
+            if self._made and [each.name for each in self.path.iterdir()] == [atomic_files.LOCK]:  # nothing was written
                 (self.path / atomic_files.LOCK).unlink()
                 self.path.rmdir()
         os.close(self._lock)

@@ -31,6 +31,7 @@ from brimful.kernels.layers.postnorm_ops import (
     _input_gradient,
     _multiply,
     _weight_gradients,
+    gradient_dtype,
     halved,
     side_by_side,
 )
@@ -199,7 +200,7 @@ class _ProjectedFirstAttention(torch.autograd.Function):
         ctx.num_heads, ctx.scale, ctx.p, ctx.shape = num_heads, scale, p, x.shape
         out_NHD, lse_NH = attend_first(*_heads(q_NH, kv_TN, num_heads), offsets, seed, ctx.site, scale, p)
         ctx.save_for_backward(x_TK, first_NK, w_HK, q_NH, kv_TN, out_NHD, lse_NH, offsets, seed, *saved)
-        ctx.dtypes = weights[0].dtype, None if q_bias is None else q_bias.dtype
+        ctx.dtypes = gradient_dtype(weights), gradient_dtype(biases)
         ctx.leaf, ctx.learned = _are_leaves(*parameters), _are_learned(*parameters)
         return out_NHD.transpose(0, 1)
 

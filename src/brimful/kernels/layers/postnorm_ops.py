@@ -5,8 +5,8 @@ that autocast asks for, what surrounds them in fp32. Gradients of parameters are
 
 Where a plan of `float8` is active, the products that it names are in fp8; all else is as it is.
 
-What an adapter adds to a product is its `extra`, of the product's shape (`low_rank`). Of weights that are frozen no
-gradient is computed.
+What an adapter adds to a product is its `extra`, of the product's shape (`low_rank`). Where no parameter of a function
+is learned, their gradients are not computed.
 
 Normalised rows come twice, for residuals and, in the dtype of products, for those: the second travels with the first,
 as `halved`, so that nothing is cast twice. Where both dtypes are one, they share their memory, and only their gradients
@@ -107,6 +107,14 @@ def _are_leaves(*parameters: Tensor | None) -> bool:
 def _are_learned(*parameters: Tensor | None) -> bool:
     """True if the gradient of any of these is asked for."""
     return any(each is not None and each.requires_grad for each in parameters)
+
+
+def gradient_dtype(parameters: Sequence[Tensor | None]) -> torch.dtype | None:
+    """The dtype of the first of these that is learned, else of the first; None of none. Gradients in another one would
+    be cast by autograd, at once."""
+    found = [each for each in parameters if each is not None]
+    first = next((each for each in found if each.requires_grad), found[0] if found else None)
+    return None if first is None else first.dtype
 
 
 def with_extras(out_TN: Tensor, parts: Sequence[Tensor | None], extras: Sequence[Tensor | None]) -> Tensor:
@@ -285,7 +293,7 @@ class _ProjectedAttention(torch.autograd.Function):
         out_HTD, lse, mask_rows = attended(q, k, v, offsets, seed, *settings, site)  # type: ignore[call-arg]
         ctx.save_for_backward(x_TK, qkv_TN, out_HTD, lse, mask_rows, offsets, *saved)
         ctx.num_heads, ctx.settings, ctx.shape = num_heads, settings, x.shape
-        ctx.dtypes = [None if p is None else p.dtype for p in (parameters[0], parameters[3])]
+        ctx.dtypes = [gradient_dtype(weights), gradient_dtype(biases)]
         ctx.leaf, ctx.learned = _are_leaves(*weights, *biases), _are_learned(*weights, *biases)
         ctx.rows = [0 if weight is None else len(weight) for weight in weights[: len(extras)]]
         return out_HTD

@@ -25,6 +25,7 @@ from brimful.kernels.layers.postnorm_ops import (
     _are_learned,
     _weight_gradients,
     extra_gradients,
+    gradient_dtype,
     halved,
     product_dtype,
     side_by_side,
@@ -48,7 +49,7 @@ class _Projections:
         self.learned, self.others_learned = _are_learned(*weights, *biases), _are_learned(*others)
         self.context = current()
         self.rows = [len(weight) for weight in weights if weight is not None]
-        self.dtypes = (given[0].dtype, None if biases[0] is None else biases[0].dtype)
+        self.dtypes = (gradient_dtype(weights) or given[0].dtype, gradient_dtype(biases))
 
     @staticmethod
     def product(

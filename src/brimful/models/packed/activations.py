@@ -85,9 +85,10 @@ class Activations:
         before = [0.0, *itertools.accumulate(map(sum, zip(own, inputs, strict=True)))]
         for number in ways:
             most = max(most, before[number] + inputs[number] + self.layers[number].kept)
-        _, comes_before = ahead(len(own), here)
+        leaves_after, comes_before = ahead(len(own), here)
+        window = max(leaves_after, comes_before + 1)  # forward and backward
         for end in range(len(own), 0, -1) if here else ():
-            first = max(0, min(here, end - comes_before - 1))
+            first = max(0, min(here, end - window))
             most = max(most, sum(own[first:end]) + sum(inputs[first:end]))
         return self.fixed + tokens * (self.outside + most)
 
