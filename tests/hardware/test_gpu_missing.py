@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from brimful.core.errors import DeviceError
+from brimful.core.errors import OptionError
 from brimful.hardware import gpu_missing
 from brimful.hardware.gpu_missing import check_count
 
@@ -18,5 +18,7 @@ def test_as_many_as_there_are(there: int | None, asked: str, monkeypatch: pytest
 @pytest.mark.parametrize(("there", "said"), [(1, "there is 1 GPU to run on"), (8, "there are 8 GPUs to run on")])
 def test_more(there: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_missing, "_num_visible", lambda: there)
-    with pytest.raises(DeviceError, match=f"--gpus is 99, and {said}"):
+    with pytest.raises(OptionError, match=f"--gpus is 99, and {said}"):
         check_count("99")
+    with pytest.raises(OptionError, match=f"--gpus is 99, and {said}"):
+        check_count("99", there)

@@ -135,11 +135,14 @@ def _run(name: str, words: list[str]) -> int:
         if place.count == 1:
             return _on_several(options.gpus, [name, *words])
         if LIFELINE not in os.environ:
-            said = f"--gpus is {options.gpus}, and a launcher has started {place.count} processes"
-            wrong = OptionError(said, hint="leave it out: each of them has a GPU")
-            if place.leads:
-                raise wrong
-            return _after_the_leader(wrong)
+            from brimful.hardware.gpu_missing import check_not_launched
+
+            try:
+                check_not_launched(options.gpus, place.count)
+            except OptionError as error:
+                if place.leads:
+                    raise
+                return _after_the_leader(error)
     watch_launcher()
     together = name in ("train", "classify", "evaluate", "profile")
     if place.count > 1:

@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from brimful.core.errors import DeviceError
+from brimful.core.errors import DeviceError, OptionError
 
 #: Library of NVIDIA's driver, which torch opens for every GPU.
 _DRIVER = "libcuda.so.1"
@@ -38,12 +38,20 @@ def check_gpu(device: str, gpus: str | None) -> None:
         raise no_gpu(build["__version__"], build.get("cuda"), gpus)
 
 
-def check_count(gpus: str) -> None:
-    """Raises: DeviceError where `gpus` is a number of more GPUs than NVIDIA's driver lets this process see."""
-    there = _num_visible()
+def check_count(gpus: str, there: int | None = None) -> None:
+    """Raises: OptionError where `gpus` is a number of more GPUs than there are. there: as torch counts them; without
+    it, as NVIDIA's driver lets this process see them."""
+    there = _num_visible() if there is None else there
     if there is not None and gpus != "all" and int(gpus) > there:
         found = "is 1 GPU" if there == 1 else f"are {there} GPUs"
-        raise DeviceError(f"--gpus is {gpus}, and there {found} to run on", hint=f"use at most {there}, or all")
+        raise OptionError(f"--gpus is {gpus}, and there {found} to run on", hint=f"use at most {there}, or all")
+
+
+def check_not_launched(gpus: str, count: int) -> None:
+    """Raises: OptionError where `gpus` is given to one of `count` processes that a launcher has started."""
+    if count > 1:
+        said = f"--gpus is {gpus}, and a launcher has started {count} processes"
+        raise OptionError(said, hint="leave it out: each of them has a GPU")
 
 
 def _num_visible() -> int | None:

@@ -32,6 +32,7 @@ from brimful.data.tokens.encoder import Tokens
 from brimful.engine.classification.gpu_process import GpuProcess
 from brimful.engine.classification.runner import Result, Runner
 from brimful.engine.inference import Done
+from brimful.hardware.gpu_missing import check_count, check_not_launched
 from brimful.hardware.probe import num_gpus_of
 
 #: What a process says first.
@@ -253,14 +254,10 @@ def check_gpus_there(options: ClassifyOptions | EvaluateOptions, device: torch.d
     asked, there = options.gpus, num_gpus_of(device)
     if asked in (None, "1"):
         return
-    if (count := 1 if getattr(options, "claim", False) else find_place().count) > 1:
-        said = f"--gpus is {asked}, and a launcher has started {count} processes"
-        raise OptionError(said, hint="leave it out: each of them has a GPU")
+    check_not_launched(asked, 1 if getattr(options, "claim", False) else find_place().count)
     if device.type == "cpu":
         raise OptionError(f"--gpus is {asked}, and there is no GPU to run on", hint="leave it out")
-    if asked != "all" and int(asked) > there:
-        found = "is 1 GPU" if there == 1 else f"are {there} GPUs"
-        raise OptionError(f"--gpus is {asked}, and there {found} to run on", hint=f"use at most {there}")
+    check_count(asked, there)
 
 
 def job_of(runner: Runner, options: ClassifyOptions, sample: Tokens, num_tokens: int) -> Job:
