@@ -79,6 +79,10 @@ def test_all_wait_for_one_another() -> None:
     assert level is not None
     assert level.rank is None
     assert "all processes have waited for one another" in str(level)
+    one, other = {"where": "reduction.py:7, sum"}, {"where": "loop.py:9, read"}
+    assert "for 20.0 s, at reduction.py:7, sum, in step 7" in str(found(beats(WAITS | one, WAITS | one)))
+    both = str(found(beats(WAITS | one, WAITS | other)))
+    assert "for 20.0 s, process 0 at reduction.py:7, sum; process 1 at loop.py:9, read, in step 7" in both
 
 
 @pytest.mark.parametrize(("sent", "said"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "it is stopped")])
@@ -148,7 +152,12 @@ def test_a_pulse_knows_where_it_is() -> None:
     assert "pulse.py" in str(beat.where)
     assert beat.idle_s > beat.limit_s
     with pulse.waiting():
-        assert pulse.beat().waiting
+        time.sleep(0.03)
+        step: dict[str, Any] = {"__name__": "brimful.step.made_up", "beat": pulse.beat}
+        exec("def send():\n    return beat()", step)
+        waits = step["send"]()
+        assert waits.waiting
+        assert "send" in str(waits.where)  # what waits, and not how
     pulse.begin(3)
     assert pulse.beat().limit_s > 0.2  # ten times the slowest step
     pulse.pardon(100.0)

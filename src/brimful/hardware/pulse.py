@@ -44,6 +44,8 @@ _MANY_ROWS_S = 300.0
 _STEPS = ("steps", "input")
 #: Modules whose code runs while something is compiled or captured.
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch.cuda.graphs", "triton")
+#: Modules whose code waits for others on behalf of what called it.
+_WAITERS = ("brimful.hardware.ranks", "brimful.hardware.pulse", "brimful.hardware.traffic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,9 +264,11 @@ class Pulse:
         idle_s, wrote = now - self._moved, self._wrote
         if wrote is not None and now - wrote > _FILE_PIECE_S:  # the main thread may wait for an order
             idle_s, limit_s, where, waits = now - wrote, _FILE_PIECE_S, "writing a checkpoint", False
-        elif idle_s > self.hang_s / 2 and not waits:
+        elif idle_s > self.hang_s / 2:
             where, compiles = self._where()
-            if compiles:
+            if waits:
+                pass
+            elif compiles:
                 limit_s, self._compiled = max(limit_s, CAPTURE_S), now
             else:  # the rest of a step has its own time after a compilation
                 idle_s = min(idle_s, now - self._compiled)
@@ -317,7 +321,19 @@ class Pulse:
             return None, False
         of_python = {each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread)}
         compiles = any(_compiles(frames[ident]) for ident in frames.keys() - of_python | {self._thread})
-        return f"{Path(own.f_code.co_filename).name}:{own.f_lineno}, {own.f_code.co_name}", compiles
+        within = _caller(own) if self._waits else own
+        return f"{Path(within.f_code.co_filename).name}:{within.f_lineno}, {within.f_code.co_name}", compiles
+
+
+def _caller(frame: FrameType) -> FrameType:
+    """Return the innermost frame of ours that says what is waited for, not how."""
+    found: FrameType | None = frame
+    while found is not None:
+        name = str(found.f_globals.get("__name__"))
+        if name.startswith("brimful.") and name not in _WAITERS:
+            return found
+        found = found.f_back
+    return frame
 
 
 def _compiles(frame: FrameType | None) -> bool:
@@ -354,6 +370,11 @@ def _all_wait(live: Sequence[Beat], of: int) -> Lost:
     """Return the process that is the furthest behind, if one is, where each waits for another."""
     behind = min(live, key=lambda beat: beat.calls)
     why = f"all processes have waited for one another for {min(beat.idle_s for beat in live):.1f} s"
+    places = {beat.rank: beat.where for beat in live if beat.where is not None}
+    if len(set(places.values())) == 1:
+        why += f", at {next(iter(places.values()))}"
+    elif places:
+        why += f", {'; '.join(f'process {rank} at {where}' for rank, where in places.items())}"
     if sum(beat.calls == behind.calls for beat in live) == 1:
         return Lost.found(behind, of, f"{why}, and this one is behind")
     return Lost(rank=None, of=of, why=f"{why}, in step {behind.step}")
