@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,13 @@ def save_model(folder: Path, size: str, tokenizer: Any, make: Callable[[Any], An
         tokenizer.model_input_names = ["input_ids", "attention_mask"]
     else:
         tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
-    temporary = folder.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     make(config).save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
-    temporary.rename(folder)
+    try:
+        temporary.rename(folder)
+    except OSError:  # another script has made it meanwhile
+        shutil.rmtree(temporary)
 
 
 def packaged_rows(corpus: str) -> list[dict[str, str]]:
