@@ -28,7 +28,7 @@ from brimful.models.packed import offload as offloading
 from brimful.models.packed.activations import Activations, LayerActivations
 from brimful.models.packed.check_inputs import one_layer_of_each_kind, packed_row, padded_rows
 from brimful.models.packed.family_forms import has_form
-from brimful.models.packed.offload import HostActivations, ahead, offload
+from brimful.models.packed.offload import HostActivations, Moves, offload
 from brimful.models.packed.packed_forward import PackedModel, PaddedModel
 from brimful.models.packed.recompute import keep_all, recompute
 from brimful.models.packed.ways import Way
@@ -256,18 +256,25 @@ def test_activations_are_in_host_memory_and_of_one_pass(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("moved", "most", "left_at", "back_at"),
-    [(6, 3, [2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2]), (3, 5, [5, 6, 7], [5, 4, 3]), (1, 7, [7], [5])],
+    ("last", "moved", "most", "left_at", "back_at"),
+    [
+        (100, 6, 300, [2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2]),
+        (100, 3, 500, [5, 6, 7], [6, 5, 4]),
+        (100, 1, 700, [7], [6]),
+        (10, 3, 410, [4, 5, 6], [5, 4, 3]),  # one token of the last layer is read
+        (10, 1, 610, [6], [5]),
+    ],
 )
 def test_layers_leave_late_and_come_back_early(
-    monkeypatch: pytest.MonkeyPatch, moved: int, most: int, left_at: list[int], back_at: list[int]
+    monkeypatch: pytest.MonkeyPatch, last: int, moved: int, most: int, left_at: list[int], back_at: list[int]
 ) -> None:
     """Of eight, as many as are not moved are there at a time, and three at the least: copies have all that time.
 
-    left_at: layers at whose call the first, second, ... leaves; back_at: those in whose backward pass the last, the one
-    before it, ... comes back.
+    last: size of the last layer, where others have 100. left_at: layers at whose call the first, second, ... leaves;
+    back_at: those in whose backward pass the last, the one before it, ... comes back.
     """
-    here, counts, turns, at = set[int](), list[int](), list[tuple[int, int]](), 0
+    sizes = [100.0] * 7 + [last]
+    here, held, turns, at = set[int](), list[float](), list[tuple[int, int]](), 0
 
     def leave(layer: offloading._Layer) -> None:
         here.remove(layer.number)
@@ -280,23 +287,21 @@ def test_layers_leave_late_and_come_back_early(
 
     monkeypatch.setattr(offloading._Layer, "leave", leave)
     monkeypatch.setattr(offloading._Layer, "come_back", come_back)
-    store = HostActivations(torch.device("cpu"), ahead(8, moved))
+    store = HostActivations(torch.device("cpu"), Moves.of(sizes, moved))
     x = torch.ones(1, 4, requires_grad=True)
     layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(8))
     for at, layer in enumerate(layers):
         x = store.call(at, weakref.ref(layer), at < moved, layer, x)
         here.add(at)
-        counts.append(len(here))
+        held.append(sum(sizes[each] for each in here))
     for at in reversed(range(8)):  # as gradients of layers' results come
         store._bring(store._layers, at)
-        counts.append(len(here))
+        held.append(sum(sizes[each] for each in here))
         here.discard(at)
     assert turns == [*enumerate(left_at), *zip(reversed(range(moved)), back_at, strict=True)]
-    assert max(counts) == most
-    layer = LayerActivations(kept=90, input=10, forward_s=1.0)
-    assert Activations(layers=(layer,) * 8, outside=0, fixed=0).bytes(1, offloaded=moved) == 100 * most
-    small = (*(layer,) * 7, LayerActivations(kept=0, input=10, forward_s=1.0))  # one token of the last layer is read
-    assert Activations(layers=small, outside=0, fixed=0).bytes(1, offloaded=moved) == 100 * min(most, 7)
+    assert max(held) == most
+    layers_of_it = tuple(LayerActivations(kept=size - 10, input=10, forward_s=1.0) for size in sizes)
+    assert Activations(layers=layers_of_it, outside=0, fixed=0).bytes(1, offloaded=moved) == most
 
 
 @pytest.mark.parametrize(("asked", "share"), [("full", 0.75), ("every-2", 0.25)])

@@ -170,7 +170,8 @@ class Checkpointing(Lever):
         if layers is None:
             assembly.model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=call_recomputed)
         elif self.value == "offload":
-            offload(layers, self.offloaded, assembly.device)
+            sizes = [layer.kept + layer.input for layer in assembly.fact(activations_of).layers]
+            offload(layers, self.offloaded, assembly.device, sizes)
         else:
             set_ways(list(layers), self.ways)
 

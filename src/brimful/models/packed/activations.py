@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from brimful.kernels.layout import Inputs
 from brimful.kernels.remade import Ending, Maker, Remade
-from brimful.models.packed.offload import AHEAD, ahead
+from brimful.models.packed.offload import AHEAD, Moves
 from brimful.models.packed.recompute import keep_all, recompute
 from brimful.models.packed.remade_layers import told
 from brimful.models.packed.ways import Way
@@ -75,21 +75,17 @@ class Activations:
         offloaded: how many are.
 
         A layer that is computed again is whole when its turn comes, and what later layers kept is gone by then. Those
-        that are offloaded are back before their turn, as `ahead` has it.
+        that are offloaded come and go as `Moves` has it.
         """
         ways = ways or {}
         own = [layer.left(ways.get(number, Way.KEPT)) for number, layer in enumerate(self.layers)]
         inputs = [layer.input for layer in self.layers]
-        here = min(offloaded, len(own) - AHEAD) if offloaded else 0
-        most = sum(own[here:]) + sum(inputs[here:])
-        before = [0.0, *itertools.accumulate(map(sum, zip(own, inputs, strict=True)))]
+        moved = min(offloaded, len(own) - AHEAD) if offloaded else 0
+        sizes = [sum(pair) for pair in zip(own, inputs, strict=True)]
+        most = Moves.of(sizes, moved).most(sizes) if moved else sum(sizes)
+        before = [0.0, *itertools.accumulate(sizes)]
         for number in ways:
             most = max(most, before[number] + inputs[number] + self.layers[number].kept)
-        leaves_after, comes_before = ahead(len(own), here)
-        window = max(leaves_after, comes_before + 1)  # forward and backward
-        for end in range(len(own), 0, -1) if here else ():
-            first = max(0, min(here, end - window))
-            most = max(most, sum(own[first:end]) + sum(inputs[first:end]))
         return self.fixed + tokens * (self.outside + most)
 
 

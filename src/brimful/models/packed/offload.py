@@ -3,9 +3,10 @@
 What a layer saves for its backward pass is copied to pinned host memory on a stream of its own, while the layers after
 it run, and fetched again ahead of the backward pass. The bits are the same. On a CPU it is a plain copy.
 
-At any time the device holds as many layers as are not moved: one leaves when a later one needs its place, and comes
-back as soon as the backward pass has left one, so that copies have all the time that there is. Two layers at the least
-are there beside the one that runs.
+At any time the device holds as many bytes as the layers that are not moved keep: a layer leaves when a later one needs
+its place, and comes back as soon as the backward pass has left it one, so that copies have all the time that there is.
+Where the last layer keeps little, what leaves has left before the last but one. Two layers at the least are there
+beside the one that runs.
 
 Copies go to buffers that stay: a CUDA graph holds their addresses. So one pass is under way at a time, forward and
 backward, as in a step.
@@ -13,8 +14,10 @@ backward, as in a step.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,20 +33,46 @@ LEAST_BYTES = 64 << 10
 #: Layers that are on the device at least beside the one that runs: leaving it in a forward pass, coming back in a
 #: backward pass.
 AHEAD = 2
+#: Share that sums of the same sizes may differ by.
+_ROUNDING = 1e-9
 
 
-def ahead(depth: int, count: int) -> tuple[int, int]:
-    """Return after how many layers one leaves, and how many before its turn it comes back, if `count` of `depth` do.
+@dataclass(frozen=True, kw_only=True)
+class Moves:
+    """Turns of the layers that are moved.
 
-    It comes back once two have been: the last one may keep less than the others.
+    leave_at: the layer at whose call each one leaves. back_at: the one at whose backward pass it begins to come back.
     """
-    kept = max(AHEAD, depth - count)
-    return kept, max(AHEAD, kept - 2)
+
+    leave_at: tuple[int, ...]
+    back_at: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sizes: Sequence[float], count: int) -> Moves:
+        """Return those of the first `count` layers. sizes: bytes that each layer keeps, or shares of them."""
+        room, ends = sum(sizes[count:]) * (1 + _ROUNDING), list[int]()
+        for number in range(count):  # the first layer that has no room beside this one and those between
+            held = itertools.accumulate(sizes[number:])
+            ends.append(next((at for at, size in enumerate(held, number) if size > room), len(sizes)))
+        return cls(
+            leave_at=tuple(max(number + AHEAD, end) for number, end in enumerate(ends)),
+            back_at=tuple(max(number + AHEAD, end - 1) for number, end in enumerate(ends)),
+        )
+
+    def most(self, sizes: Sequence[float]) -> float:
+        """Most bytes that the device has of all layers' at a time."""
+        moved, turns = len(self.leave_at), range(len(sizes))
+        forward = (sum(sizes[k] for k in range(at + 1) if k >= moved or self.leave_at[k] > at) for at in turns)
+        backward = (sum(sizes[k] for k in range(at + 1) if k >= moved or self.back_at[k] >= at) for at in turns)
+        return max(*forward, *backward)
 
 
-def offload(layers: nn.ModuleList, count: int, device: torch.device) -> HostActivations:
-    """Have the first `count` layers keep their activations in host memory, and no others."""
-    store = HostActivations(device, ahead(len(layers), count))
+def offload(
+    layers: nn.ModuleList, count: int, device: torch.device, sizes: Sequence[float] | None = None
+) -> HostActivations:
+    """Have the first `count` layers keep their activations in host memory, and no others. sizes: as `Moves.of` has
+    them; None where all layers keep as much."""
+    store = HostActivations(device, Moves.of(sizes or [1.0] * len(layers), count))
     recompute(list(layers), range(len(layers)))
     for number, layer in enumerate(layers):
         changed: Any = layer
@@ -52,15 +81,11 @@ def offload(layers: nn.ModuleList, count: int, device: torch.device) -> HostActi
 
 
 class HostActivations:
-    """Buffers of one model's layers, and the pass that uses them.
+    """Buffers of one model's layers, and the pass that uses them. num_bytes: of host memory."""
 
-    num_bytes: of host memory. ahead: as of the function.
-    """
-
-    def __init__(self, device: torch.device, ahead: tuple[int, int]) -> None:
+    def __init__(self, device: torch.device, moves: Moves) -> None:
         self.num_bytes = 0
-        self._device = device
-        self._leaves_after, self._comes_before = ahead
+        self._device, self._moves = device, moves
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers: dict[tuple[int, int], list[Tensor]] = {}
         self._layers: dict[int, _Layer] = {}
@@ -74,8 +99,9 @@ class HostActivations:
         if number <= self._number:
             self._layers = {}  # another pass: what was saved before it must not be read any more
         self._number = number
-        if (left := self._layers.get(number - self._leaves_after)) is not None:
-            left.leave()
+        for each, at in enumerate(self._moves.leave_at):
+            if at == number and (left := self._layers.get(each)) is not None:
+                left.leave()
         if not moved:
             return self._hooked(number, function(*arguments))
         module = layer()
@@ -137,8 +163,8 @@ class HostActivations:
 
     def _bring(self, layers: dict[int, _Layer], number: int) -> None:
         if layers is self._layers:
-            for each in range(number, number - self._comes_before - 1, -1):
-                if (layer := layers.get(each)) is not None:
+            for each, at in reversed(list(enumerate(self._moves.back_at[: number + 1]))):
+                if at >= number and (layer := layers.get(each)) is not None:
                     layer.come_back()
 
     def _buffer(self, number: int, place: int, num_bytes: int) -> Tensor:
