@@ -259,10 +259,10 @@ def test_activations_are_in_host_memory_and_of_one_pass(monkeypatch: pytest.Monk
     ("last", "moved", "most", "left_at", "back_at"),
     [
         (100, 6, 300, [2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2]),
-        (100, 3, 500, [5, 6, 7], [6, 5, 4]),
-        (100, 1, 700, [7], [6]),
-        (10, 3, 410, [4, 5, 6], [5, 4, 3]),  # one token of the last layer is read
-        (10, 1, 610, [6], [5]),
+        (100, 3, 500, [5, 6, 7], [5, 4, 3]),
+        (100, 1, 700, [7], [5]),
+        (10, 3, 410, [4, 5, 6], [4, 3, 2]),  # one token of the last layer is read
+        (10, 1, 610, [6], [4]),
     ],
 )
 def test_layers_leave_late_and_come_back_early(

@@ -33,6 +33,8 @@ LEAST_BYTES = 64 << 10
 #: Layers that are on the device at least beside the one that runs: leaving it in a forward pass, coming back in a
 #: backward pass.
 AHEAD = 2
+#: Layers whose backward passes go by until what a layer kept is gone: gradients of its weights are made beside them.
+_GOES_AFTER = 1
 #: Share that sums of the same sizes may differ by.
 _ROUNDING = 1e-9
 
@@ -56,7 +58,7 @@ class Moves:
             ends.append(next((at for at, size in enumerate(held, number) if size > room), len(sizes)))
         return cls(
             leave_at=tuple(max(number + AHEAD, end) for number, end in enumerate(ends)),
-            back_at=tuple(max(number + AHEAD, end - 1) for number, end in enumerate(ends)),
+            back_at=tuple(max(number + AHEAD, end - 1 - _GOES_AFTER) for number, end in enumerate(ends)),
         )
 
     def most(self, sizes: Sequence[float]) -> float:
