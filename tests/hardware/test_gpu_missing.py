@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from brimful.core.errors import OptionError
@@ -22,3 +25,19 @@ def test_more(there: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
         check_count("99")
     with pytest.raises(OptionError, match=f"--gpus is 99, and {said}"):
         check_count("99", there)
+
+
+@pytest.mark.parametrize(
+    ("shown", "there"),
+    [(None, 4), ("", 0), ("-1", 0), ("2", 1), ("0,1", 2), ("1,-1,2", 1), ("0,1,2,3,4", 4), ("MIG-1", None)],
+)
+def test_gpus_that_cuda_would_show(shown: str | None, there: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 4)
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert gpu_missing._num_visible() == there
+    if there == 0:
+        with pytest.raises(OptionError, match="CUDA_VISIBLE_DEVICES shows no GPU"):
+            check_count("all")

@@ -42,6 +42,9 @@ def check_count(gpus: str, there: int | None = None) -> None:
     """Raises: OptionError where `gpus` is a number of more GPUs than there are. there: as torch counts them; without
     it, as NVIDIA's driver lets this process see them."""
     there = _num_visible() if there is None else there
+    if there == 0:
+        hint = "unset it, name some there, or leave --gpus out"
+        raise OptionError(f"--gpus is {gpus}, and CUDA_VISIBLE_DEVICES shows no GPU", hint=hint)
     if there is not None and gpus != "all" and int(gpus) > there:
         found = "is 1 GPU" if there == 1 else f"are {there} GPUs"
         raise OptionError(f"--gpus is {gpus}, and there {found} to run on", hint=f"use at most {there}, or all")
@@ -63,8 +66,14 @@ def _num_visible() -> int | None:
         there = int(pynvml.nvmlDeviceGetCount())
     except Exception:  # no pynvml, or no NVIDIA driver
         return None
-    named = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-    return None if any("MIG" in each for each in named) else min(len(named), there) if named else there
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is None:
+        return there
+    named = [each.strip() for each in shown.split(",")]
+    if any("MIG" in each for each in named):
+        return None
+    hidden = (at for at, each in enumerate(named) if not each or each.startswith("-"))  # CUDA reads no further
+    return min(next(hidden, len(named)), there)
 
 
 def _torch_build() -> dict[str, str] | None:
