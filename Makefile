@@ -17,7 +17,7 @@ QUICK := test_words.py core data/batches data/labels data/readers/test_stream.py
 EXTRAS := levers/test_named_optimizers.py step/updates/test_on_device.py engine/training/test_deepspeed_training.py \
 	cli/test_ray_launch.py
 
-.PHONY: demo test quick mutants heads check extras faults scripts clean
+.PHONY: demo test thorough quick mutants heads check extras faults scripts clean
 
 .venv/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "brimful needs Python 3.11 or newer; hint: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -42,6 +42,11 @@ test: .venv/installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --assert=plain || \
 	{ $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none; exit 1; }
 
+# Every case of every test, with those that take long: before an issue is closed.
+thorough: .venv/installed
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --assert=plain --thorough || \
+	{ $(BIN)/python -m pytest -q --thorough --last-failed --last-failed-no-failures none; exit 1; }
+
 quick: .venv/installed
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(addprefix tests/,$(QUICK))
 
@@ -61,7 +66,7 @@ check: .venv/installed
 
 # Optimizers of bitsandbytes and torchao, DeepSpeed and Ray: after a change to one of them.
 extras: .venv/extras/installed
-	.venv/extras/bin/python -m pytest $(addprefix tests/,$(EXTRAS))
+	.venv/extras/bin/python -m pytest --thorough $(addprefix tests/,$(EXTRAS))
 
 faults: .venv/installed
 	$(BIN)/python -m pytest -m faults -s tests/engine/training/test_faults.py tests/engine/training/test_rank_faults.py tests/engine/training/test_resume.py tests/engine/classification/test_classify_faults.py tests/engine/classification/test_claim_faults.py tests/data/writers/test_shards.py

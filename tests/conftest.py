@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,6 +33,9 @@ from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 from forked_ranks import Forked  # noqa: E402
 
 transformers.logging.set_verbosity_error()
+
+#: Of the cases of a test that is marked sampled, in the order that they are written in, the first of so many runs.
+_ONE_OF = 3
 
 # Equal examples in every run: what is found once is found always. `--hypothesis-profile=search` looks further.
 settings.register_profile(
@@ -59,6 +63,27 @@ def _no_process_is_left() -> Iterator[None]:
     """A fork that is stopped, or learns on, would hold pipes that others wait for the end of."""
     yield
     Forked.end_all()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="run all cases, as make thorough does")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests marked thorough, and two of three cases of those marked sampled, unless they were asked for by
+    name."""
+    if config.option.thorough or config.option.keyword or any("::" in asked for asked in config.args):
+        return
+    seen: Counter[str] = Counter()
+    left_out = set[str]()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("thorough") or (item.get_closest_marker("sampled") and seen[test] % _ONE_OF):
+            left_out.add(item.nodeid)
+        seen[test] += 1
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
 
 
 def pytest_unconfigure() -> None:

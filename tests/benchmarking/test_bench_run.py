@@ -235,6 +235,7 @@ def test_a_budget_that_no_row_fits_is_told_with_seconds(tmp_path: Path, monkeypa
     assert told[-1].startswith("no row was measured: --budget-s 0.9 left 12 s to the first; raise --budget-s")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("more", "work", "said"),
     [

@@ -58,6 +58,7 @@ def theirs(asked: BenchOptions, listener: Callbacks | None = None, **settings: A
     return measure_trainers(make_work(asked, Callbacks()), settings, STEPS, listener or Callbacks(), lambda _: None)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("data", ["reviews.csv", "several.csv", None])
 def test_the_losses_of_both_sides_are_equal(folder: Path, data: str | None) -> None:
     labels = {"label_column": "good,bad"} if data == "several.csv" else {}
@@ -123,6 +124,7 @@ def test_a_plan_that_cannot_be_done_has_its_reason(folder: Path) -> None:
     assert failure(RuntimeError())["error"] == "RuntimeError"
 
 
+@pytest.mark.thorough
 def test_the_process_of_a_row_ends_with_whoever_began_it(folder: Path, tmp_path: Path) -> None:
     asked = {"model": str(folder / "model"), "data": str(folder / "reviews.csv"), "batch_size": 8, "device": "cpu"}
     row = {"side": "brimful", "name": "a", "settings": {}, "base": None, "needs_gpu": None}

@@ -452,6 +452,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name.replace(" ", "-"))
 def test_a_mistake_is_two_lines_and_changes_nothing(
     mistake: Mistake, brimful: Brimful, files: Files, tmp_path: Path

@@ -189,6 +189,7 @@ def test_regression_has_a_number_and_no_label(brimful: Brimful, files: Files, tm
 # Rows that are out of the ordinary
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["single_label", "multi_label", "regression"])
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
 def test_rows_without_text_keep_their_place_and_have_no_answer(
@@ -361,6 +362,7 @@ def test_errors_of_a_call_are_of_our_tree(files: Files, tmp_path: Path) -> None:
         package.classify(files.classifier, tmp_path / "none.csv", tmp_path / "o.csv")
 
 
+@pytest.mark.thorough
 def test_a_reader_that_leaves_early_and_a_locale_without_letters(files: Files, tmp_path: Path) -> None:
     """`brimful classify ... | head -1` ends quietly, and what is written is UTF-8 in every locale."""
     data = write_csv(tmp_path / "d.csv", ["text"], [["caf\u00e9 \u6620\u753b " + review(True, i)] for i in range(1000)])

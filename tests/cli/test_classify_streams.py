@@ -83,6 +83,7 @@ CODECS = {".gz": "gzip", ".zst": "zstd"}
 FORMS = ["csv", "tsv", "jsonl", "parquet", "arrow", "csv.gz", "tsv.zst", "jsonl.gz", "jsonl.zst", "glob", "folder"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_in_any_form_have_the_same_answers(form: str, brimful: Brimful, files: Files, tmp_path: Path) -> None:
     said = brimful("classify", files.classifier, write_rows(tmp_path, form), *FP32, "--verify", 0)
@@ -94,6 +95,7 @@ def test_rows_in_any_form_have_the_same_answers(form: str, brimful: Brimful, fil
     same_objects([{"label": row["label"], "score": row["score"]} for row in found], expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name",
     ["out.csv", "out.csv.gz", "out.tsv.zst", "out.jsonl", "out.jsonl.zst", "out.ndjson.gz", "out.parquet", "out"],
@@ -288,6 +290,7 @@ def undisturbed(many: Path, files: Files) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
 def test_a_pass_that_was_stopped_goes_on_to_the_same_bytes(

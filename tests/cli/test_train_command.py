@@ -243,6 +243,7 @@ def test_a_warm_up_that_never_ends_is_said(brimful: Brimful, files: Files, tmp_p
 # Heads
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("names", "labels", "words", "said", "outputs"),
     [

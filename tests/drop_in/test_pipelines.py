@@ -97,6 +97,7 @@ CALLS += [{"top_k": None, "function_to_apply": "sigmoid"}, {"function_to_apply":
 CALLS += [{"function_to_apply": "softmax", "batch_size": 2}]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 def test_all_forms_of_inputs_and_answers(both: Make, name: str) -> None:
     ours, theirs = both(name)
@@ -106,6 +107,7 @@ def test_all_forms_of_inputs_and_answers(both: Make, name: str) -> None:
         same(ours(inputs, **call), theirs(inputs, **call))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "made", [{"top_k": None}, {"top_k": 2}, {"function_to_apply": "none", "batch_size": 4}], ids=str
 )
@@ -240,6 +242,7 @@ SETTINGS: list[dict[str, Any]] = [{"truncation_side": "left"}, {"split_special_t
 SETTINGS += [{"model_max_length": 5}, {"model_input_names": ["input_ids", "attention_mask"]}]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_settings_of_a_tokenizer_are_those_of_now(models: dict[str, Path], settings: dict[str, Any]) -> None:
     texts = ["good [SEP] film was a story and it felt long", PAIR]
@@ -392,6 +395,7 @@ def doubled(model: Any) -> None:
     model.register_forward_hook(lambda module, given, found: type(found)(logits=2 * found.logits))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", [renamed, several, leaning, doubled])
 def test_answers_follow_the_model_that_was_asked_for(models: dict[str, Path], change: Callable[[Any], None]) -> None:
     """Its configuration and its weights; what no file holds leads to transformers."""
@@ -427,6 +431,7 @@ def test_what_callers_use_besides_calls(both: Make, tmp_path: Path) -> None:
     same(ours(TEXTS, top_k=-1), theirs(TEXTS, top_k=-1))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("dtype", "precision"), [("auto", "fp32"), (None, "fp32"), ("bfloat16", "bf16"), (torch.float16, "fp16")]
 )

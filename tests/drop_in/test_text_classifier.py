@@ -137,6 +137,7 @@ def test_weights_that_are_none(weights: list[float], said: str) -> None:
 # --- scikit-learn's tools --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_cross_validation_search_and_pipeline(base: Path) -> None:
     quick = make(base, max_steps=2)
     assert cross_val_score(quick, TEXTS, LABELS, cv=2, error_score="raise").shape == (2,)
@@ -197,6 +198,7 @@ def test_a_pickle_refers_to_the_folder_of_the_model(fitted: brimful.TextClassifi
         pickle.loads(pickle.dumps(loaded)).predict(TEXTS)
 
 
+@pytest.mark.thorough
 def test_a_temporary_folder_goes_with_the_last_estimator_unless_it_was_pickled(base: Path) -> None:
     one = make(base, max_steps=1).fit(TEXTS, LABELS)
     path, other = one.model_.path, copy.deepcopy(one)

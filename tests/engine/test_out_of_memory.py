@@ -181,6 +181,7 @@ def _points(number: int, of: int) -> Iterator[int]:
     return (1 + round(index * (of - 1) / (number - 1)) for index in range(number))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_wherever_memory_runs_out_the_run_is_one_that_had_the_smaller_budget(kind: str) -> None:
     """Weights, states, losses, bit for bit: with dropout, so that masks are those of the smaller micro-batches too."""

@@ -21,6 +21,7 @@ def table() -> dict[str, tuple[str, str]]:
     return {model_type: (verdict, why) for model_type, verdict, why in cells[1:]}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("model_type", [name for name in SAMPLE if name in MODEL_TYPES])
 @pytest.mark.filterwarnings("ignore")
 def test_a_head_is_what_the_table_says(model_type: str, tmp_path: Path) -> None:

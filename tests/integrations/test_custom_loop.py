@@ -59,6 +59,7 @@ def plain_loop(model: Any, batches: list[list[dict[str, Any]]]) -> tuple[list[fl
     return losses, norms
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "task", "options"),
     [
@@ -194,6 +195,7 @@ def test_logits_on_the_way_change_nothing() -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -65,6 +65,7 @@ def counts(model: Any) -> tuple[int, int]:
     return behind.num_packed, behind.num_plain
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["bert", "modernbert-mean", "qwen3"])
 @pytest.mark.parametrize("problem", LABELS)
 def test_loss_and_gradient_are_those_of_the_plain_model(family: str, problem: str) -> None:
@@ -407,6 +408,7 @@ def gradients(model: Any, ids_BL: Tensor, mask_BL: Tensor) -> Any:
     return lambda *given: torch.func.grad(first_logit)(weights, *given)["classifier.weight"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("made", [traced, exported, gradients])
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:", "ignore:brimful.packed")
 def test_what_is_made_of_a_call_holds_for_others(made: Any) -> None:

@@ -80,6 +80,7 @@ def learn(model: Any, batches: list[dict[str, Tensor]], accumulation: int = 1) -
     return losses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("family", "accumulation"), [("bert", 1), ("bert", 3), ("modernbert-mean", 1), ("qwen3", 1)])
 def test_a_loop_learns_the_same(family: str, accumulation: int) -> None:
     """With dropout, by the same masks; two shapes in turn; gradients of several calls add up."""

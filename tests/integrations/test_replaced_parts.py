@@ -150,6 +150,7 @@ CHANGES: dict[Callable[[Any], None], str] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", CHANGES)
 def test_those_that_come_between_updates(change: Callable[[Any], None], tmp_path: Path, tokenizer: Any) -> None:
     model, given = FAMILIES["bert"].model(), {"max_steps": 3, "eval_strategy": "no"}
@@ -174,6 +175,7 @@ def cut_gradients(model: Any) -> None:
     model.head.dense.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("change", [attend_eagerly, pool_by_means, cut_gradients])
 def test_changes_that_our_step_follows(change: Callable[[Any], None], tmp_path: Path, tokenizer: Any) -> None:
     """Of the attention, which is the model's between steps; of its configuration; and hooks on whole gradients."""

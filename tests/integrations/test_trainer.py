@@ -98,6 +98,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_it_logs_and_learns_what_transformers_trainer_does(case: str, tmp_path: Path, tokenizer: Any) -> None:
     family, changes = CASES[case]

@@ -77,6 +77,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_one_that_was_not_interrupted(case: str, tmp_path: Path, tokenizer: Any) -> None:
     """Bit for bit with dropout on: micro-batches, and with them masks, depend on no update that a run began at."""

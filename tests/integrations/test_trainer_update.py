@@ -72,6 +72,7 @@ def both(tmp_path: Path, tokenizer: Any, callbacks: Any = list, **changes: Any) 
     return ours, stock, steps.found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes", [{}, {"max_grad_norm": 0.0, "optim": "adamw_torch"}], ids=["clipped", "not clipped"]
 )

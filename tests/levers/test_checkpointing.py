@@ -54,6 +54,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model" / "model.safetensors")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "packing", "limit"),
     [
@@ -129,6 +130,7 @@ def test_a_copy_for_a_check_keeps_all_activations() -> None:
     assert all(layer.gradient_checkpointing and layer._gradient_checkpointing_func for layer in layers)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "packed"), [*((name, True) for name in TOLD), ("xlm", False)])
 def test_a_layer_is_recomputed_as_it_was_told(name: str, packed: bool) -> None:
     """With dropout on. By the backward pass what modules were told is forgotten, and a cache, as of XLM, is full."""

@@ -45,6 +45,7 @@ def allocated(tensors: Any) -> int:
 # --- bytes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("optim", "fused", "precision"),
     [

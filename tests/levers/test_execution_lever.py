@@ -46,6 +46,7 @@ def test_why_a_forward_pass_is_not_captured(device: str, packed: bool, function:
         ExecutionMode.choose(assembly_of(model, execution="captured", **settings))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("num_tokens", "value"), [(1000, "captured"), (10**14, "compiled")])
 @pytest.mark.parametrize("training", [False, True])
 def test_padded_rows_are_captured(num_tokens: int, value: str, training: bool) -> None:
@@ -79,6 +80,7 @@ def test_rows_of_several_lengths_take_longer_to_compile(lengths: tuple[int, ...]
     assert ExecutionMode.choose(assembly).value == value
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("make", "value"), [(t5, "compiled"), (longformer, "captured")])
 @pytest.mark.parametrize("training", [False, True])
 def test_layers_are_compiled_where_the_host_is_needed_between_them_only(

@@ -75,6 +75,7 @@ def by_trainer(name: str, model: nn.Module, optim_args: str | None = None) -> to
     return made
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("asked", [*(installed(name) for name in IN_32_BITS), "rmsprop alpha=0.9", "sgd momentum=0.9"])
 def test_ten_steps_are_those_of_trainers_optimizer(asked: str) -> None:
     name, _, given = asked.partition(" ")
@@ -94,6 +95,7 @@ def learned(model: nn.Module) -> torch.Tensor:
     return torch.cat([weight.flatten() for weight in weights])
 
 
+@pytest.mark.sampled
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("name", [installed(name) for name in OPTIMIZERS])
 def test_a_continued_run_is_bit_equal(name: str) -> None:
@@ -270,6 +272,7 @@ def test_settings_that_it_does_not_take_are_refused() -> None:
         assert caught.value.hint == f"it is an option of its own: {option}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernels", [{"foreach": False}, {"foreach": True}, {"fused": False}, {"fused": True}], ids=str)
 def test_each_kind_of_adamw_learns_as_torchs_own(kernels: dict[str, bool]) -> None:
     ((name, value),) = kernels.items()

@@ -63,6 +63,7 @@ def trained_gradient(model: Any) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -308,6 +309,7 @@ def test_the_plan_counts_frozen_weights_once() -> None:
     assert frozen.cost(work).resident_bytes == -halved_bytes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("method", ["ia3", "loha", "dora", "rslora", "vera"])
 def test_its_kin_run_packed_load_and_merge(method: str, tmp_path: Path) -> None:
     model = FAMILIES["bert"].model(initializer_range=0.2)

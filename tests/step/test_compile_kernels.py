@@ -21,6 +21,7 @@ from step.test_step import FAMILIES, ROWS, make_step, same, snapshot
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.thorough
 def test_a_first_step_compiles_nothing_more(tmp_path: Path) -> None:
     """Of two processes one at least: on a busy machine one of many kernels compiled at once fails now and then."""
     found = first_step(tmp_path / "one")

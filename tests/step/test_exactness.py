@@ -175,6 +175,7 @@ def check(family: str, case: Case, batch: Batch, tolerance: float) -> None:
 KINDS = ("single_label", "multi_label", "regression 1", "regression 2")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 @settings(max_examples=25)
@@ -183,6 +184,7 @@ def test_packed_bert(kind: str, data: st.DataObject) -> None:
     check("bert", case, case.packed(), STEP_FP64)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 @settings(max_examples=10)
@@ -191,6 +193,7 @@ def test_padded_bert(kind: str, data: st.DataObject) -> None:
     check("bert", case, case.rows(), STEP_FP64)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "tolerance"),
     [
@@ -208,6 +211,7 @@ def test_packed_families(family: str, tolerance: float, data: st.DataObject, kin
     check(family, case, case.packed(), tolerance)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["gpt2", "distilbert", "deberta-v2", "deberta-v2-convolution", "mpnet"])
 @given(data=st.data(), kind=st.sampled_from(KINDS))
 @settings(max_examples=8)

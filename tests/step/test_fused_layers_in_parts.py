@@ -80,6 +80,7 @@ def learned(
     return [(each.loss, each.grad_norm) for each in told], weights, sum(each is not None for each in covered)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "recomputed", "num_layers"), [("llama", False, 6), ("llama", True, 3), ("bert", False, 2)]
 )
@@ -100,6 +101,7 @@ def test_they_learn_what_plain_ones_of_one_process_do(
     assert difference(found[0][1], weights) < 1e-5
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "fused", "recomputed"), [("bert", True, False), ("llama", True, True), ("llama", False, False)]
 )

@@ -70,6 +70,7 @@ def check_same(found: Course, expected: Course) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make", [as_it_is, fused])
 def test_models_in_turns_do_what_each_does_alone(make: Callable[..., Step], our_attention: None) -> None:
     batches = [SHORT, SHORT]
@@ -84,6 +85,7 @@ def test_models_in_turns_do_what_each_does_alone(make: Callable[..., Step], our_
         check_same(ended(step, kept), expected)
 
 
+@pytest.mark.thorough
 def test_models_in_threads_do_what_each_does_alone() -> None:
     batches = [SHORT, LONG]
     alone = [ended(step, [step.run(batch).read() for batch in batches]) for step in pair(as_it_is)]
@@ -141,6 +143,7 @@ def checkpointed(model: Any, *, reentrant: bool) -> None:
     enable({"use_reentrant": reentrant})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "is_compiled", "short", "reentrant"),
     [("bert", True, False, False), ("bert", False, True, False), ("bert", False, True, True),
@@ -167,6 +170,7 @@ def test_a_recomputed_layer_has_the_same_gradient(
 
 
 # Triton's interpreter multiplies the bits of bf16 as if they were numbers: compiled layers are compared in fp32 here.
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("is_compiled", "precision"), [(False, "fp32"), (False, "bf16"), (False, "fp16"), (True, "fp32")]
 )

@@ -145,6 +145,7 @@ def plain_run(model: Any, optimizer: torch.optim.Optimizer, max_grad_norm: float
     return losses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "optim", "max_grad_norm", "packed"),
     [
@@ -416,6 +417,7 @@ def test_fp16_learns_what_fp32_learns() -> None:
 # --- going on -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_a_continued_run_is_bit_equal_with_dropout_on(optim: Any, packed: bool) -> None:

@@ -112,6 +112,7 @@ def trained(ranks: Ranks, case: Case) -> dict[str, Any]:
     return {"weights": weights, "states": kept, "told": [(o.loss, o.grad_norm, o.num_samples) for o in outcomes]}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes_with_weights_together_learn_what_one_does(count: int, tmp_path: Path) -> None:
     """Of a group of two, and of two groups that share the rows; with weights of classes and of rows."""

@@ -81,6 +81,7 @@ def streamed(file: Path) -> tuple[pa.Table, dict[int, str]]:
     return pa.Table.from_batches([b for c in chunks for b in c.table.to_batches()], stream.schema), faults
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FORMATS)
 @quick
 @given(rows=st.lists(typed, min_size=1, max_size=9), blocks=st.tuples(st.integers(1, 300), st.integers(1, 300)))

@@ -96,6 +96,7 @@ awkward = st.sampled_from(
 values = st.builds("".join, st.lists(awkward | text, max_size=4))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("kind", FORMATS)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -126,6 +126,7 @@ def test_reads_every_format(tmp_path: Path, kind: str, packing: str) -> None:
     assert find_columns(stream.sample, need_labels=False).text == "text"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @quick
 @given(

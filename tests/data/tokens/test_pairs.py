@@ -49,6 +49,7 @@ def rows(tokens: Tokens) -> list[list[int]]:
     return [tokens.sequence(i).tolist() for i in range(len(tokens))]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("name", trained_tokenizers.NAMES)
 @given(texts=st.lists(texts, min_size=1, max_size=3), labels=st.lists(labels, min_size=1, max_size=3))

@@ -80,6 +80,7 @@ def same(rows: list[str], encoder: Encoder, plain: Encoder) -> None:
         assert values[0] is None or values[0].dtype == values[1].dtype
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("split", [False, True])
 @given(rows=st.lists(ascii_texts | wordy_texts | st.text(max_size=40), max_size=6))

@@ -165,6 +165,7 @@ def test_columns_do_not_change(tmp_path: Path) -> None:
 # --- stopped, and gone on with ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=8)
 @given(
@@ -475,6 +476,7 @@ def noisy(sizes: list[int]) -> list[pa.Table]:
     return [pa.table({"label": ["good"] * size, "noise": [draw.randbytes(200) for _ in range(size)]}) for size in sizes]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "how"), [("results.parquet", ""), ("results.csv.gz", "tear"), ("results", ""), ("results", "again")]
 )

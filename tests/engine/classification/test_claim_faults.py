@@ -180,6 +180,7 @@ def test_a_killed_process(event: str, home: Path, tmp_path: Path, start: Start) 
     assert results(output) == results(home / "alone" / "results")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("event", PLANS)
 def test_a_process_that_is_stopped_for_longer_than_a_lease(
     event: str, home: Path, tmp_path: Path, start: Start

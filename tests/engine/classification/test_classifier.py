@@ -74,6 +74,7 @@ class Heard(Callbacks):
 # The pipeline for texts and pairs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("head", HEADS)
 def test_answers_and_their_shapes_are_those_of_the_pipeline(head: str, tmp_path: Path) -> None:
     labels, problem_type = HEADS[head]
@@ -89,6 +90,7 @@ def test_answers_and_their_shapes_are_those_of_the_pipeline(head: str, tmp_path:
             same_objects(classifier(TEXTS, pairs=TEXTS[::-1], **call), plain(PAIRS, **call))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("packing", ["auto", "off"])
 @pytest.mark.parametrize(
     "family", ["bert", "roberta", "distilbert", "modernbert", "modernbert-mean", "qwen3", "deberta-v2", "mpnet", "gpt2"]
@@ -132,6 +134,7 @@ def test_texts_of_one_length_share_a_batch_where_padding_changes_answers(
         np.testing.assert_allclose(found, whole, atol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("packing", ["auto", "off"])
 @pytest.mark.parametrize("model_type", ["bart", "t5"])
 def test_a_text_that_holds_the_end_token(model_type: str, packing: str, tmp_path: Path) -> None:
@@ -144,6 +147,7 @@ def test_a_text_that_holds_the_end_token(model_type: str, packing: str, tmp_path
         same_objects(classifier(texts), [plain(text)[0] for text in texts])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("packing", ["auto", "off"])
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
 def test_a_decoder_whose_configuration_names_no_padding(family: str, packing: str, tmp_path: Path) -> None:
@@ -159,6 +163,7 @@ def test_a_decoder_whose_configuration_names_no_padding(family: str, packing: st
         same_objects(classifier(TEXTS), [plain(text)[0] for text in TEXTS])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "config",
     [
@@ -216,6 +221,7 @@ def test_logits_are_the_models_own(tmp_path: Path) -> None:
 # The pipeline for zero-shot
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("packing", ["auto", "off"])
 @pytest.mark.parametrize("family", ["bert", "modernbert", "gpt2"])
 def test_zero_shot_is_that_of_the_pipeline(family: str, packing: str, tmp_path: Path) -> None:
@@ -366,6 +372,7 @@ def test_a_text_without_any_token_has_no_answer(tmp_path: Path) -> None:
 # Company
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", list(NEIGHBOURS))
 @pytest.mark.parametrize("packing", ["auto", "off"])
 @pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])

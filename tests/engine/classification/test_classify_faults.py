@@ -120,6 +120,7 @@ PLANS = {
 TEXT_PLANS = ("in the middle of a window", "before a file gets its name")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("event", "name"),
     [(event, name) for event in PLANS for name in OUTPUTS if name != "results.csv" or event in TEXT_PLANS],

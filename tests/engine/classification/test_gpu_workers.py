@@ -268,6 +268,7 @@ def test_a_process_that_ended_is_told(made: tuple[Runner, ClassifyOptions, list[
             results[1].result()
 
 
+@pytest.mark.thorough
 def test_why_a_process_did_not_start_is_told(
     made: tuple[Runner, ClassifyOptions, list[Tokens]], tmp_path: Path
 ) -> None:

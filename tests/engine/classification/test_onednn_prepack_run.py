@@ -39,6 +39,7 @@ def was_reordered(ours: brimful.Classifier) -> bool:
     return "weights" in {lever.name for lever in ours.recipe.levers}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "precision"),
     [*((family, "fp32") for family in FAMILIES), *((family, "bf16") for family in ("bert", "modernbert", "gpt2"))],

@@ -81,6 +81,7 @@ def test_several_write_what_one_does(name: str, home: Path, tmp_path: Path) -> N
     assert forked.said(1).strip() == forked.said(2).strip() == ""
 
 
+@pytest.mark.thorough
 def test_candidate_labels_of_each_row(tmp_path: Path) -> None:
     """Windows of zero-shot, whose answers depend on more than their texts."""
     save_classifier(tmp_path / "model", ["contradiction", "neutral", "entailment"])
@@ -116,6 +117,7 @@ def wait_for(found: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("struck", ["the leader is told to stop", "the other one is killed"])
 def test_a_pass_that_ends_early_is_gone_on_with_by_any_number(struck: str, home: Path, tmp_path: Path) -> None:
     """Answers are kept; who is gone is named; three processes, or one, go on to the same bytes."""

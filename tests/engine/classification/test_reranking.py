@@ -21,6 +21,7 @@ PASSAGES = [review(i % 3 == 0, 7 * i) * (1 + i % 5) for i in range(24)]
 IDENTITY = {"activation_fn": "torch.nn.modules.linear.Identity"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["bert", "modernbert", "qwen3"])
 def test_scores_are_those_of_a_cross_encoder(family: str, tmp_path: Path) -> None:
     model = save_classifier(tmp_path, ["relevant"], family)

@@ -514,6 +514,7 @@ class Kills:
         return operation
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_killed_at_every_operation(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scenario, folder, into = SCENARIOS[name], tmp_path / "checkpoints", tmp_path / "left"
@@ -631,6 +632,7 @@ def write_tree(path: Path, tree: Any) -> None:
         write_tree(path / name, inner)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_power_cut_at_every_operation(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = SCENARIOS[name]
@@ -672,6 +674,7 @@ def test_power_cut_at_every_operation(tmp_path: Path, name: str, monkeypatch: py
 FAILURES = [(errno.ENOSPC, DiskFullError), (errno.EIO, OutputError)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("number", "error"), FAILURES)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("name", SCENARIOS)

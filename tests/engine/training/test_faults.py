@@ -51,6 +51,7 @@ def alone(home: Path, runner: Runner, words: list[str]) -> tuple[Path, Ended]:
     return home / "alone", ended
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "plan",
     [
@@ -73,6 +74,7 @@ def test_five_kills(plan: str, runner: Runner, words: list[str], alone: tuple[Pa
     assert checkpoints(output) == checkpoints(alone[0])
 
 
+@pytest.mark.thorough
 def test_killed_before_the_last_old_checkpoint_is_removed(
     runner: Runner, words: list[str], alone: tuple[Path, Ended], tmp_path: Path
 ) -> None:
@@ -87,6 +89,7 @@ def test_killed_before_the_last_old_checkpoint_is_removed(
     assert checkpoints(output) == checkpoints(alone[0])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.6, 0.95])
 def test_kills_before_any_operation(
     share: float, runner: Runner, words: list[str], alone: tuple[Path, Ended], home: Path, tmp_path: Path

@@ -84,6 +84,7 @@ class _Heard(Callbacks):
         self.warnings.append(text)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"packing": "off"}, {"token_budget": 24}, {"precision": "bf16"}])
 def test_the_first_batch_is_compared(model: Path, rows: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     heard = _Heard()
@@ -100,6 +101,7 @@ def test_the_first_batch_is_compared(model: Path, rows: Path, tmp_path: Path, op
     assert not any("first batch" in warning for warning in heard.warnings)
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:--token-budget 24 is raised:UserWarning")
 @pytest.mark.parametrize("options", [{}, {"token_budget": 24}, {"optim": "sgd"}])
 def test_the_comparison_changes_nothing(
@@ -116,6 +118,7 @@ def test_the_comparison_changes_nothing(
     assert learned(tmp_path / "with") == learned(tmp_path / "without")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["deberta-v2", "mpnet", "modernbert", "llama", "gemma2", "gpt2"])
 def test_families_pass(name: str) -> None:
     """Against eager attention on padded rows, though encoders stand ready to be told of packed ones."""
@@ -161,6 +164,7 @@ class _NoHalfBackward(torch.autograd.Function):
         return gradient
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("where", ["model", "compiler", "backward pass"])
 def test_a_model_without_half_precision_runs_in_another(
     model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
@@ -197,6 +201,7 @@ def test_a_model_without_half_precision_runs_in_another(
     assert "--precision tf32" in str(refused.value.hint)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["blind to segments", "causal", "gradient of queries and keys lost"])
 def test_a_wrong_step_is_not_run(

@@ -55,6 +55,7 @@ def test_weights_in_half_precision_are_wide_in_their_turn(family: str) -> None:
     assert difference(flat(found.gradients), flat(expected.gradients)) < 1e-6
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": "full"}, {"stream_weights": "host"}])
 def test_gradients_of_an_update_in_the_backward_pass_leave(
     settings: dict[str, Any],
@@ -88,6 +89,7 @@ def test_passes_of_the_plain_model_are_of_half_as_many_tokens(monkeypatch: pytes
     assert len(sizes) > 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "settings",
     [

@@ -102,6 +102,7 @@ def fail() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("sent", "rank", "why", "phase"),
     [
@@ -145,6 +146,7 @@ def test_killed_and_stopped(sent: signal.Signals, rank: int, why: str, phase: st
     assert checkpoints(output)[-1] >= last
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("owner", "name", "phase"),
     [
@@ -275,6 +277,7 @@ def test_early_stop_and_fallback_are_for_all(files: Path, tmp_path: Path) -> Non
     assert record["steps"] < 50
 
 
+@pytest.mark.thorough
 def test_any_number_of_processes_goes_on(files: Path, tmp_path: Path) -> None:
     """From one to three to two: batches are those of one process all the way."""
     constant = words(files, tmp_path / "constant", "--max-steps", "27", "--lr-scheduler-type", "constant")

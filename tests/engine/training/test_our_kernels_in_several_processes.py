@@ -59,6 +59,7 @@ def processes(output: Path) -> str:
     return str(next(lever["reason"] for lever in levers if lever["name"] == "processes"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("by", [("--no-peer-copies",), ()], ids=["sent", "copied"])
 def test_the_best_model_is_whole(files: Path, tmp_path: Path, by: tuple[str, ...]) -> None:
     """It is not the last one: what others have updated since is put back, too."""
@@ -92,6 +93,7 @@ def test_a_first_batch_that_differs_leads_to_a_slower_path_in_all(
     assert "differs from the plain model on the first batch: made up" in both.said(0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("where", "by"),
     [(0, ()), (1, ("--no-peer-copies",))],
@@ -121,6 +123,7 @@ def test_what_was_done_before_memory_ran_out_is_saved(
     assert [each["step"] for each in events(tmp_path / "run", "step")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.thorough
 def test_sums_after_a_failed_pass_have_its_memory(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of a pass that failed in one process is free before this one takes part in sums that others wait for."""
     real, real_fill = Step.backward, FusedShardedAdamW._gather_bucket
@@ -148,6 +151,7 @@ def test_sums_after_a_failed_pass_have_its_memory(files: Path, tmp_path: Path, m
     assert (tmp_path / "ran out").exists()
 
 
+@pytest.mark.thorough
 def test_a_bucket_that_memory_ran_out_for_is_begun_again(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +186,7 @@ def test_copies_without_memory_of_others_are_refused_by_all(
     assert "--peer-copies does not work here: GPUs do not reach one another's memory" in both.said(0)
 
 
+@pytest.mark.thorough
 def test_gpus_that_turn_out_not_to_reach_one_another_send(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

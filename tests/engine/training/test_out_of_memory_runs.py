@@ -117,6 +117,7 @@ def test_a_run_that_ends_for_want_of_memory_goes_on_where_it_was(inputs: tuple[P
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_keeps_its_smaller_budget(
     inputs: tuple[Path, Path], whole: tuple[Path, int], tmp_path: Path
 ) -> None:

@@ -118,6 +118,7 @@ def struck(processes: Forked, rank: int, sent: signal.Signals) -> str | None:
     return f"named, {passed_s:.1f} s"
 
 
+@pytest.mark.thorough
 def test_one(words: list[str], alone: tuple[Path, float], tmp_path: Path) -> None:
     output = tmp_path / "run"
     processes = started(words, output, tmp_path / "first")

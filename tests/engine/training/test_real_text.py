@@ -73,6 +73,7 @@ def exact_NC(model: Path, texts: list[str]) -> np.ndarray:
     return plain_logits(model, texts[: NUM_TEXTS["bf16"][1]], torch.float32)
 
 
+@pytest.mark.thorough
 def test_fp32_is_the_plain_model(model: Path, texts: list[str], exact_NC: np.ndarray) -> None:
     assert difference(our_logits(model, texts[:200], "fp32"), exact_NC[:200]) < MODEL_FP32
 

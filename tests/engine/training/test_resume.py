@@ -132,6 +132,7 @@ def _more(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.faults)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("variant", "plans"),
     [
@@ -249,6 +250,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("number", "when", "code"), [(signal.SIGINT, '"started"', 130), _more(signal.SIGTERM, '"kind": "step"', 143)]
 )
@@ -278,6 +280,7 @@ def test_a_real_process_group_told_to_stop(
     assert learned(tmp_path / "run") == learned(undisturbed("transform"))
 
 
+@pytest.mark.thorough
 def test_workers_end_with_a_killed_run(asked: Callable[[str, Path], list[str]], tmp_path: Path) -> None:
     process, _ = real_process(asked("transform", tmp_path / "run"), tmp_path)
     try:
@@ -354,6 +357,7 @@ def killed(home: Path, runner: Runner, asked: Callable[[str, Path], list[str]]) 
     return folder
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("file", "damage", "said"),
     [
@@ -425,6 +429,7 @@ def test_the_best_checkpoint_damaged(undisturbed: Callable[[str], Path], start: 
 # --- what a folder may hold -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize(
     "plan", ["kill:replace:run.json:1", "tear:write:run.json:1", "kill:open:events.jsonl:1", "kill:mkdir:checkpoints:1"]
@@ -506,6 +511,7 @@ def test_other_places_and_manners_are_not_changes(
     assert checkpoints(tmp_path / "moved") == [17]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("what", ["data", "labels", "transform", "model's config.json", "weights"])
 def test_changed_files_are_refused(what: str, runner: Runner, model: Path, transform: Path, tmp_path: Path) -> None:
     base, rows, mine, output = (tmp_path / name for name in ("base", "rows.jsonl", "mine.py", "run"))

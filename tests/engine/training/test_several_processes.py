@@ -126,6 +126,7 @@ def test_weights_that_differ_are_noticed() -> None:
     assert digest([torch.ones(2), torch.zeros(2)]) != digest([torch.zeros(2), torch.ones(2)])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sharding", ["none", "gradients", "parameters"])
 def test_rows_of_all_processes_are_named(files: Path, tmp_path: Path, sharding: str) -> None:
     """A text whose loss is not finite, whichever process has it: all skip the step."""

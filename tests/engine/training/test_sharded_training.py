@@ -158,6 +158,7 @@ def test_what_cannot_be_cut_is_refused_and_not_chosen(files: Path, tmp_path: Pat
     assert run([*words(files, tmp_path / "alone", "--max-steps", "1"), "--sharding", "states"]) == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("free_mib", "expected"), [(1000, "none"), (2.3, "states"), (1.5, "gradients"), (1.1, "parameters")]
 )

@@ -45,6 +45,7 @@ def train(folder: Path, name: str, **asked: Any) -> tuple[Run, str]:
     return run, hashlib.sha256(weights.read_bytes()).hexdigest()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "more",
     [{}, {"precision": "bf16", "freeze": "embeddings,layers 0-0"}, {"peft": "lora"}, {"packing": "off"}],

@@ -52,6 +52,7 @@ def losses(folder: Path) -> np.ndarray:
     return np.array([event["loss"] for event in events(folder, "step")])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("task", TASKS)
 def test_levers_that_are_exact(task: str, plain_model: Path, data: dict[str, Path], tmp_path: Path) -> None:
     """Packed or padded, in one micro-batch or many: the same losses, and models that answer alike."""
@@ -74,6 +75,7 @@ def test_levers_that_are_exact(task: str, plain_model: Path, data: dict[str, Pat
     assert runs["packed"].recipe.value("token_budget") != runs["split"].recipe.value("token_budget")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("task", TASKS)
 def test_transformers_loads_what_was_saved(task: str, plain_model: Path, data: dict[str, Path], tmp_path: Path) -> None:
     """And gives the logits of the run, by its evaluation: loss and metrics on the held-out rows."""
@@ -190,6 +192,7 @@ def test_an_option_there_is_not(model: Path, rows: Path, tmp_path: Path) -> None
     assert "learning_rate" in str(caught.value.hint)
 
 
+@pytest.mark.thorough
 def test_a_machine_without_triton(tmp_path: Path) -> None:
     """torch for CPUs comes without it."""
     modules = "brimful.engine.training.train, brimful.engine.profiling.profile"

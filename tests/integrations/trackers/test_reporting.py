@@ -68,6 +68,7 @@ def test_a_tracker_gets_the_run_and_its_chatter_goes_to_a_file(
     assert "chatter" in (tmp_path / "run" / "trackers" / "wandb.log").read_text("utf-8")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("does", "at"), [("fail", "init"), ("fail", "log"), ("fail", "finish"), ("leave", "init")])
 def test_one_that_fails_is_named_once_and_gets_the_rest_later(
     does: str, at: str, pretended: Pretended, model: Path, rows: Path, tmp_path: Path

@@ -99,6 +99,7 @@ def expected(segments: Segments, tables: str, dropout: float = 0.0) -> Tensor:
     return with_gradients(by_formula(given, segments, tables, dropout), given)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tables", TABLES)
 @pytest.mark.parametrize("attend", [reference_attention, grouped_attention])
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=6), tail=st.sampled_from([0, 1, 30]))
@@ -116,6 +117,7 @@ def test_far_distances_do_not_round_the_gradient_of_their_row() -> None:
     assert difference(found, expected(segments, "bias")[-HEADS * POSITIONS :]) < 2e-2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("tables", "dropout", "dtype", "tolerance"),
     [

@@ -41,6 +41,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, sof
     return weights @ v
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("window", [None, 9])
@@ -78,6 +79,7 @@ def test_what_it_takes() -> None:
     assert not supports(torch.float32, 96)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 21)])

@@ -237,6 +237,7 @@ def test_rows_have_two_readers(half: bool) -> None:
     check_two_readers(Case(), half=half)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("typical_length", [30, 300], ids=["short", "long"])
 def test_projected_attention(p: float, typical_length: int) -> None:
@@ -248,6 +249,7 @@ def test_projected_attention_without_biases_and_of_scattered_weights() -> None:
     check_attention(Case(), 0.0, adjacent=False)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize(("num_tables", "padding"), [(3, 0), (2, None), (1, 3)])
 def test_embeddings_norm(p: float, num_tables: int, padding: int | None) -> None:

@@ -210,6 +210,7 @@ def test_linear_gated(case: Case, activation: glu.Activation, p: float) -> None:
     check_gated(case, activation, p, apart=p == 0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("keys", [4, 2, 1])
 @pytest.mark.parametrize("normed", [False, True])
 def test_heads(case: Case, keys: int, normed: bool) -> None:
@@ -225,6 +226,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ATTENTION)
 def test_rotary_attention(kind: str) -> None:
     check_attention(Case(), **{"p": 0.0} | ATTENTION[kind])

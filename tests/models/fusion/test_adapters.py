@@ -36,6 +36,7 @@ def adapted(family: str, targets: Any, **settings: Any) -> Any:
     return model
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "targets", "precision"),
     [

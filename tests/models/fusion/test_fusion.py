@@ -98,6 +98,7 @@ def settings_of(family: str, num_layers: int = 1) -> dict[str, Any]:
     return WIDE | keys | {"num_hidden_layers": num_layers} | ({"embedding_size": 32} if family == "electra" else {})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["bert", "roberta", "electra", "distilbert", "mpnet", "deberta-v2"])
 def test_a_fused_step_is_the_plain_one(family: str) -> None:
     model = FAMILIES[family].model(**settings_of(family, num_layers=2 if family == "bert" else 1))
@@ -170,6 +171,7 @@ def gradient(step: Step, batch: Batch) -> tuple[float, torch.Tensor]:
     return loss, torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", PRENORM)
 def test_fused_pre_norm_layers_have_the_plain_gradient(family: str) -> None:
     """With windows of 9 tokens in segments of 1 to 30; each kind of layer is compiled once for any number of tokens."""
@@ -183,6 +185,7 @@ def test_fused_pre_norm_layers_have_the_plain_gradient(family: str) -> None:
     assert covered == [True] * PRENORM[family][1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", PRENORM)
 def test_each_weight_of_pre_norm_layers_is_read_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream of residuals is what norms give on: what they were given would be made again for it."""
@@ -228,6 +231,7 @@ class Late:
             late.copy_(part)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["bert", "qwen3", "mpnet", "deberta-v2", "one norm twice"])
 def test_nothing_reads_what_is_computed_beside_the_backward_pass(family: str) -> None:
     """Parameters that are read twice among it, whose gradients autograd adds."""
@@ -322,6 +326,7 @@ class Layer(torch.nn.Module):
         return out + narrow if self.kind == "two readers" else out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["plain", "no bias", "no gain", "approximate", "two readers", "broadcast", "in place"])
 def test_what_only_looks_like_a_pattern_is_not_taken(kind: str) -> None:
     torch.manual_seed(0)
@@ -355,6 +360,7 @@ class Stream(torch.nn.Module):
         return out + rows if self.kind == "two readers" else out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "kind",
     ["plain", "rms", "shift", "another axis", "fourth power", "gain of one more", "gate first", "broadcast",

@@ -153,6 +153,7 @@ def compile_layers(model: Any) -> ShorteningBackend:
     return backend
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["bert", "distilbert", "electra", "roberta"])
 def test_last_layer_for_first_tokens(family: str) -> None:
     torch.manual_seed(0)
@@ -171,6 +172,7 @@ def test_last_layer_for_first_tokens(family: str) -> None:
     assert torch.allclose(found[:5], expected[:5], atol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at inputs' gradients
 @pytest.mark.parametrize("family", ["bert", "distilbert"])
 def test_training_with_a_last_layer_for_first_tokens(family: str) -> None:
@@ -204,6 +206,7 @@ def test_dropout_of_a_last_layer_for_first_tokens_is_that_of_its_seed() -> None:
     assert torch.allclose(found, same, atol=1e-7)  # the embeddings' is added atomically
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize(
     ("case", "short"), [("first", True), ("mean", False), ("other attention", False), ("shared", False)]

@@ -288,6 +288,7 @@ def test_layers_of_one_kind_alone_share_a_recording() -> None:
     assert len(forms) == 4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["bert", "nystromformer", "convbert", "lilt", "xlnet"])
 def test_parts_of_layers_on_padded_rows_are_ours(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and gradients are those of the layers as they are, for rows of two lengths."""

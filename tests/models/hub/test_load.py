@@ -49,6 +49,7 @@ def test_a_kept_head_is_the_model_as_transformers_loads_it(make_model, family):
     assert {tensor.dtype for tensor in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_new_head_on_a_base_model_is_that_of_transformers_under_the_same_seed(make_model, family):
     folder = make_model(family, task="Model")

@@ -42,6 +42,7 @@ def logits(model, tokenizer):
         return model(**tokenizer(TEXTS, padding=True, return_tensors="pt")).logits
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", FAMILIES)
 def test_plain_transformers_gives_equal_logits(trained, tmp_path, family):
     model, tokenizer = trained(family)
@@ -159,6 +160,7 @@ def saved_or_refused(model, tokenizer, out, refused, number):
     return saved
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("older", [False, True])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_at_any_moment(trained, tmp_path, monkeypatch, refused, older, number):

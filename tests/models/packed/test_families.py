@@ -42,6 +42,7 @@ def check_here(model: Any, *, max_length: int = LONGEST, precision: str = "fp32"
 # --- equality -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FAMILIES)
 def test_texts_that_hold_the_padding_token(name: str) -> None:
     """Positions by the model's own rule: RoBERTa and MPNet leave such tokens out, in the middle and at the end."""
@@ -74,6 +75,7 @@ def test_no_mask_is_made_of_positions(name: str, monkeypatch: pytest.MonkeyPatch
     PackedModel(FAMILIES[name].model(), FAMILIES[name].form)(row).logits.sum().backward()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("spread", [0.02, 0.3], ids=["as initialised", "as trained"])
 @pytest.mark.parametrize(
     ("name", "short"),
@@ -83,6 +85,7 @@ def test_packed_is_plain(name: str, short: bool, spread: float) -> None:
     compare_with_plain(FAMILIES[name].model(initializer_range=spread), FAMILIES[name], short, MODEL_FP32)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", OWN_FORMS)
 def test_packed_is_plain_in_fp64(name: str) -> None:
     """Families whose own modules are told of a packed row."""
@@ -113,6 +116,7 @@ def compare_with_plain(plain: Any, family: Family, short: bool, tolerance: float
     assert difference(gradient(model), gradient(plain)) < tolerance
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "precision"),
     [*((name, "bf16") for name in FAMILIES), *((name, "fp32") for name in ("bert", "llama", "modernbert", "deberta"))],
@@ -179,6 +183,7 @@ def changed_pattern(**changes: Any) -> Callable[[Attention], Attention]:
     return change
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel_only", [False, True], ids=["everywhere", "in the kernel"])
 @pytest.mark.parametrize(
     ("name", "forgotten"),
@@ -251,6 +256,7 @@ def _gradient_not_a_number(attend: Attention) -> Attention:
     return run
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel_only", [False, True], ids=["everywhere", "in the kernel"])
 @pytest.mark.parametrize(
     "change",
@@ -303,6 +309,7 @@ _HYBRID = {"num_key_value_heads": 2, "head_dim": 4, "layer_types": ["linear_atte
            "linear_num_value_heads": 2, "num_experts": 2, "num_experts_per_tok": 1}  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("config", "settings", "independent", "reason"),
     [
@@ -421,6 +428,7 @@ def test_encoder_decoders_run_padded_too_and_may_be_split() -> None:
 # --- the equivalence check leaves things as they were, and remembers -------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["bert", "llama", "modernbert", "albert", "deberta-v2", "mpnet"])
 def test_the_model_is_left_as_it_was(name: str) -> None:
     model = FAMILIES[name].model(dropout=0.1).train()
@@ -513,6 +521,7 @@ def test_what_a_check_depends_on(cache: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(set(places)) == 4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{}", b"[1]", b'"x"', b'{"packed": true, "unknown": 1}'])
 def test_a_torn_cache_is_checked_anew(cache: Path, content: bytes) -> None:
     model = FAMILIES["bert"].model()

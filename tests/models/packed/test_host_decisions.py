@@ -128,6 +128,7 @@ os._exit(0)  # torch's threads of such a device may outlive what they are joined
 """
 
 
+@pytest.mark.thorough
 def test_captured_passes_need_nothing_of_the_host() -> None:
     """On a device that refuses it as a GPU does, without decisions and constants; with them logits and gradient of
     another batch are the plain model's. It is torch's for a whole process."""

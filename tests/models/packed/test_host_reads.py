@@ -50,6 +50,7 @@ def test_models_without_such_code_can_be_recorded(training: bool) -> None:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["gpt_oss", "minimax", "phimoe", "qwen3_moe"])
 def test_experts_need_the_host_but_in_bf16(kind: str) -> None:
     model = tiny_model(kind)
@@ -63,6 +64,7 @@ def test_experts_need_the_host_but_in_bf16(kind: str) -> None:
     assert how_recorded(model, 64, training=True, half=torch.bfloat16).why_not is None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(("make", "compilable"), [(t5, True), (longformer, False)])
 def test_code_that_decides_by_numbers_of_the_device_can_with_its_decisions(
@@ -102,6 +104,7 @@ def gaps_of_a_tensor(states: Tensor) -> Tensor:
     return states
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("copy", [number, table, columns, choice, gaps, gaps_of_a_tensor])
 @pytest.mark.parametrize("in_layers", [False, True])
 def test_code_that_copies_the_hosts_numbers_to_the_device_can_with_these(

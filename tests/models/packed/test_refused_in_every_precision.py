@@ -28,6 +28,7 @@ def make_wrong(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
     monkeypatch.setattr(packed_forward, "choose_attention", lambda *given: change(choose(*given)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_kernel_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, precision: str) -> None:
@@ -40,6 +41,7 @@ def test_a_wrong_kernel_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, p
     assert " of run in fp32" in found.reason or " of run in bf16" in found.reason or " of run in fp16" in found.reason
 
 
+@pytest.mark.thorough
 def test_on_a_trained_model(minilm: Any) -> None:
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(str(minilm), num_labels=5, num_hidden_layers=1)
@@ -51,6 +53,7 @@ def test_on_a_trained_model(minilm: Any) -> None:
             assert not check_here(model, "bf16", 48).packed, name
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel_takes_fp32", [True, False])
 def test_a_window_removed_from_a_wide_model(monkeypatch: pytest.MonkeyPatch, kernel_takes_fp32: bool) -> None:
     """Some kernels take half precision alone: there the dtype that runs must tell."""
@@ -119,6 +122,7 @@ def test_layers_dropped_by_the_host(layerdrop: float) -> None:
     assert layerdrop == 0 or "LayerDrop" in training.reason
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["bert", "modernbert", "deberta-v2", "mpnet", "gpt2", "distilbert"])
 def test_dropout_is_no_reason(name: str) -> None:
     found = check_here(FAMILIES[name].model(dropout=0.3), "fp32")

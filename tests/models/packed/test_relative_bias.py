@@ -95,6 +95,7 @@ def test_nothing_is_made_of_every_pair_of_tokens(name: str) -> None:
     assert largest.numbers < inputs.num_tokens**2 // 8
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FORMS)
 def test_the_kernel_of_gpus_in_a_model(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """In heads of 16 channels, which it takes; layers of two forms compiled, as they are on a GPU."""
@@ -128,6 +129,7 @@ def test_one_trace_serves_all_layers_and_rows(monkeypatch: pytest.MonkeyPatch) -
     assert counter.frame_count == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["deberta-v2", "mpnet"])
 @pytest.mark.parametrize("lost", ["bias", "far"])
 def test_a_bias_that_is_forgotten_or_wrong_far_away_is_found(
@@ -156,6 +158,7 @@ def test_a_bias_that_is_forgotten_or_wrong_far_away_is_found(
         assert found.packed is (lost == "far" and max_length == 40), found.reason
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("settings", "admitted"),
     [

@@ -53,6 +53,7 @@ def course(step: Step, assembly: Assembly, times: int, *, double: bool = False) 
     return [step.run(batch_of(assembly, number)).read() for number in numbers]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("other", ["", "updated in backward", "frozen in part"])
 def test_graphs_learn_what_the_host_launches(other: str) -> None:
     """A checkpoint in between updates all layers that are due, and one that is loaded drops them."""
@@ -103,6 +104,7 @@ def test_batches_of_several_micro_batches_are_launched() -> None:
     assert same(one, other)
 
 
+@pytest.mark.thorough
 def test_a_probe_of_a_graph_gives_its_gradients_and_leaves_no_trace() -> None:
     found = []
     for captures in (False, True):

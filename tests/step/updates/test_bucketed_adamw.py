@@ -42,6 +42,7 @@ def course(step: Step, start: int = 0) -> list[Any]:
     return [step.run(ROWS.batch(number)).read() for number in range(start, STEPS)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("savings", "settings"),
     [
@@ -64,6 +65,7 @@ def test_nothing_changes_bit_for_bit(savings: Any, settings: Any) -> None:
     assert same(snapshot(other), snapshot(one), "optimizer")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "savings",
     [

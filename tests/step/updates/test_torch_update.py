@@ -59,6 +59,7 @@ def make_step(name: str, model: Any, *, precision: str = "fp32", max_grad_norm: 
     return Step(execution_of(model), TASK, update, chosen, seed=0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MAKERS)
 def test_ten_steps_are_those_of_a_plain_loop(name: str) -> None:
     model = FAMILIES["bert"].model(initializer_range=0.02)
@@ -103,6 +104,7 @@ def test_an_overflow_in_fp16_lowers_the_scale(name: str) -> None:
     assert found == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_continued_run_is_bit_equal(name: str) -> None:
     through = make_step(name, FAMILIES["bert"].model())
