@@ -109,11 +109,11 @@ class Built(Assembled):
 
 def build(
     options: TrainOptions, prepared: Prepared, precision: Precision, callbacks: Callbacks, phases: Phases | None = None,
-    *, eager_attention: bool = False, ranks: Ranks = ALONE,
+    *, eager_attention: bool = False, attention: str | None = None, ranks: Ranks = ALONE,
 ) -> Built:  # fmt: skip
     """Load the model that is to learn, and put together how it does.
 
-    eager_attention, ranks: as of `assemble`.
+    eager_attention, attention, ranks: as of `assemble`.
     Raises: ModelError for weights that do not fit the model, OptionError for what was asked for and does not work here.
     """
     phases = phases or Phases()
@@ -140,6 +140,7 @@ def build(
         num_steps=prepared.num_steps,
         learning=prepared.learning,
         eager_attention=eager_attention,
+        attention=attention,
         loaded=prepared.facts,
         ranks=ranks,
     )
@@ -150,7 +151,8 @@ def build(
 def assemble(
     model: Any, options: TrainOptions, precision: Precision, callbacks: Callbacks, *, task: Task,
     batches: list[np.ndarray], mean_length: float, max_length: int, longest: int, num_steps: int,
-    learning: Learning, cache: bool = True, eager_attention: bool = False, loaded: ModelFacts | None = None,
+    learning: Learning, cache: bool = True, eager_attention: bool = False, attention: str | None = None,
+    loaded: ModelFacts | None = None,
     optimizer: torch.optim.Optimizer | OwnersAdamW | Literal["elsewhere"] | None = None, ranks: Ranks = ALONE,
 ) -> Assembled:  # fmt: skip
     """Put together how a model in memory learns. Its parameters become the step's.
@@ -158,9 +160,8 @@ def assemble(
     batches: lengths of the sequences of each effective batch, of those to come or of as many like them. mean_length: of
     a sequence, in tokens. max_length, longest: most tokens that a sequence may have, and that one will have. num_steps:
     applied ones, the warm-up's among them. learning: peak and warm-up of the schedule. cache: whether an equivalence
-    check of the same architecture holds for it too. eager_attention: whether padded rows must have it.
-    loaded: facts of the files that the model was read from, if it can be again. optimizer: as of `Assembly`. ranks:
-    processes that take each step together.
+    check of the same architecture holds for it too. eager_attention, attention, optimizer: as of `Assembly`. loaded:
+    facts of the files that the model was read from, if it can be again. ranks: processes that take each step together.
     """
     assembly = Assembly(
         options=options,
@@ -174,6 +175,7 @@ def assemble(
         warn=callbacks.warning,
         cache=cache,
         eager_attention=eager_attention,
+        attention=attention,
         new_parameters=() if loaded is None else loaded.new_parameters,
         base_name="" if loaded is None else loaded.base_name,
         weights_on_disk=loaded is not None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +15,11 @@ from brimful.cli.commands import run
 from brimful.core.options.train import TrainOptions
 from brimful.core.place import Place
 from brimful.engine.training import same_path
+from brimful.levers.facts import kernels_of
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.ways import Way, set_ways, ways_of
 from forked_ranks import Forked
+from levers.assemblies import assembly_of
 from runs import save_tiny_model, single_label_rows, write_rows
 from tiny import FAMILIES
 
@@ -84,9 +86,18 @@ def test_products_are_as_precise_as_in_the_first_process(asked: Any, told: str, 
     """It may have found that the model has no half precision, or that fp8 does not do. Nor are launches and copies
     another process's to choose."""
     way = {"precision": told, "packed": True, "execution": "fused", "eager_attention": False, "sharding": "none"}
-    way |= {"copies": True}
-    options, _ = same_path.options_of(json.dumps(way), TrainOptions(data="", model="", output="", precision=asked))
+    way |= {"copies": True, "attention": "flash_attention"}
+    found = same_path.options_of(json.dumps(way), TrainOptions(data="", model="", output="", precision=asked))
+    options = found.options
     assert (options.precision, options.execution, options.peer_copies) == (precision, "fused", True)
+    assert found.attention == "flash_attention"
+
+
+@pytest.mark.parametrize("told", ["flash_attention", ""])
+def test_attention_is_that_of_the_first_process(told: str) -> None:
+    """It decides by seconds that it measured, and masks of dropout are the kernel's."""
+    assembly = replace(assembly_of(FAMILIES["bert"].model()), attention=told)
+    assert assembly.fact(kernels_of).fastest == (told or None)
 
 
 def test_layers_keep_as_much_as_in_the_first_process() -> None:

@@ -27,7 +27,7 @@ from brimful.data.readers.in_memory import Tables
 from brimful.engine.assemble import Built, build
 from brimful.engine.prepare import Prepared, prepare
 from brimful.engine.profiling.timing import Round, run_steps, time_steps, warm_up
-from brimful.engine.training.same_path import agree, met, on_path, options_of, path_of
+from brimful.engine.training.same_path import agree, build_led, met, path_of
 from brimful.engine.training.shared_work import SharedWork
 from brimful.hardware.asked import asked_of
 from brimful.hardware.device_memory import device_memory
@@ -104,13 +104,8 @@ def profile(options: ProfileOptions, callbacks: Callbacks, tables: Tables | None
 
 def _take_part(options: ProfileOptions, prepared: Prepared, precision: Precision, ranks: Ranks) -> Profile:
     """Take the same steps as the process that leads, and return its profile."""
-    path, callbacks = ranks.spread(), Callbacks()
-    asked, eager = options_of(path, options)
-    if asked.precision != options.precision:
-        precision = choose_precision(asked.precision, precision.device)
-    built = build(asked, prepared, precision, callbacks, eager_attention=eager, ranks=ranks)
-    built = on_path(path, prepared, built, ranks)
-    built.step.meet()
+    callbacks = Callbacks()
+    built = build_led(ranks.spread(), options, prepared, precision, callbacks, None, ranks)
     with closing(built.source):
         warm_up(built, options.steps, callbacks)
         for _ in range(_ROUNDS[precision.device.type]):

@@ -20,7 +20,7 @@ from brimful.core.phases import Phases
 from brimful.core.records import OutOfMemory, Run
 from brimful.data.batches.batch import Batch
 from brimful.data.batches.prefetch import Feed
-from brimful.engine.assemble import Built, build
+from brimful.engine.assemble import Built
 from brimful.engine.fitted_step import FittedStep
 from brimful.engine.inference import evaluating, evaluation_forward, predict, send_part, timed
 from brimful.engine.learning import resumed
@@ -30,7 +30,7 @@ from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint
 from brimful.engine.training.checkpoint_writer import PartWriter
 from brimful.engine.training.orders import Order, own_work
 from brimful.engine.training.run_folder import RunFolder
-from brimful.engine.training.same_path import check_seen, on_path, options_of
+from brimful.engine.training.same_path import build_led, check_seen
 from brimful.hardware.ranks import Ranks, digest
 from brimful.levers.precision import choose_precision
 from brimful.measurement.memory import MemoryWatch
@@ -67,13 +67,7 @@ def _take_part(options: TrainOptions, device: torch.device, ranks: Ranks) -> Non
     if order == Order.END:
         return
     check_seen(Path(options.output))
-    path = ranks.spread()
-    asked, eager = options_of(path, options)
-    if asked.precision != options.precision:
-        precision = choose_precision(asked.precision, device)
-    built = build(asked, prepared, precision, callbacks, phases, eager_attention=eager, ranks=ranks)
-    built = on_path(path, prepared, built, ranks)
-    built.step.meet()
+    built = build_led(ranks.spread(), options, prepared, precision, callbacks, phases, ranks)
     _Follower(options, prepared, built, ranks).run()
 
 

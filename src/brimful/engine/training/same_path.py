@@ -1,4 +1,5 @@
-"""The leader's way to run, in all processes: rows packed or not, the launch mode, and the sizes of micro-batches.
+"""The leader's way to run, in all processes: rows packed or not, the launch mode, the attention kernel, and the sizes
+of micro-batches.
 
 What was measured or checked on one device may come out otherwise on another: the leader decides. What a run is made of,
 data and model, must be the same.
@@ -8,19 +9,22 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import BrimfulError, DataError, ModelError, OutputError, listed, printable
 from brimful.core.options.train import TrainOptions
+from brimful.core.phases import Phases
 from brimful.data.batches.batch import Layout, PackedLayout, PaddedLayout
-from brimful.engine.assemble import Built
+from brimful.engine.assemble import Built, build
 from brimful.engine.prepare import Prepared
 from brimful.hardware.ranks import Ranks, digest
+from brimful.levers.precision import choose_precision
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.ways import Way, set_ways, ways_of
+from brimful.step.precision import Precision
 
 #: Seconds in which a file system of several machines may not show a new folder yet, and between two looks.
 _SEEN_S, _LOOK_S = 90.0, 0.1
@@ -43,6 +47,7 @@ def path_of(prepared: Prepared, built: Built) -> str:
             "execution": built.recipe.value("execution"),
             "packed": built.packing.packed,
             "eager_attention": built.eager_attention,
+            "attention": (isinstance(layout, PackedLayout) and layout.attention) or "",
             "sharding": built.recipe.value("sharding"),
             "copies": getattr(built.step.update, "find_peers", None) is not None,
             "precision": "fp8" if built.precision.plan is not None else built.precision.value,
@@ -53,15 +58,24 @@ def path_of(prepared: Prepared, built: Built) -> str:
     )
 
 
-def options_of(path: str, options: TrainOptions) -> tuple[TrainOptions, bool]:
-    """Return options that lead to the same way, and whether padded rows must have eager attention."""
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """Options that lead to the leader's way, and the attention that it has: as of `Assembly`."""
+
+    options: TrainOptions
+    eager_attention: bool
+    attention: str
+
+
+def options_of(path: str, options: TrainOptions) -> Told:
+    """Return what leads to the same way."""
     told = json.loads(path)
     precision = told["precision"] if options.precision in ("auto", "fp8") else options.precision
     packing: Literal["auto", "off"] = "auto" if told["packed"] else "off"
     sharding = told["sharding"]
     asked = replace(options, execution=told["execution"], packing=packing, precision=precision, sharding=sharding)
     asked = replace(asked, peer_copies=told["copies"])
-    return asked, bool(told["eager_attention"])
+    return Told(options=asked, eager_attention=told["eager_attention"], attention=told["attention"])
 
 
 def with_sizes(path: str, built: Built) -> Built:
@@ -97,11 +111,28 @@ def check_made_of(path: str, prepared: Prepared, built: Built) -> None:
         raise DataError(f"not the same as in process 0: {listed(apart, 6)}", hint=hint)
 
 
-def on_path(path: str, prepared: Prepared, built: Built, ranks: Ranks) -> Built:
-    """Return a run that goes the leader's way, once all processes have found that they can.
+def build_led(
+    path: str, options: TrainOptions, prepared: Prepared, precision: Precision, callbacks: Callbacks,
+    phases: Phases | None, ranks: Ranks,
+) -> Built:  # fmt: skip
+    """Build a run that goes the leader's way, whose step all processes have met for.
 
-    Raises: what `with_sizes` and `check_made_of` raise, and `agree`.
+    Raises: what `build`, `with_sizes` and `check_made_of` raise, and `agree`.
     """
+    told = options_of(path, options)
+    if told.options.precision != options.precision:
+        precision = choose_precision(told.options.precision, precision.device)
+    built = build(
+        told.options, prepared, precision, callbacks, phases, eager_attention=told.eager_attention,
+        attention=told.attention, ranks=ranks,
+    )  # fmt: skip
+    built = _on_path(path, prepared, built, ranks)
+    built.step.meet()
+    return built
+
+
+def _on_path(path: str, prepared: Prepared, built: Built, ranks: Ranks) -> Built:
+    """Return the run with the leader's sizes, once all processes have found that they can go its way."""
     refusal: BrimfulError | None = None
     try:
         built = with_sizes(path, built)
