@@ -35,7 +35,7 @@ from forked_ranks import Forked  # noqa: E402
 transformers.logging.set_verbosity_error()
 
 #: Of the cases of a test that is marked sampled, in the order that they are written in, the first of so many runs.
-_ONE_OF = 3
+_ONE_OF = 5
 
 # Equal examples in every run: what is found once is found always. `--hypothesis-profile=search` looks further.
 settings.register_profile(
@@ -71,7 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked thorough, and two of three cases of those marked sampled, unless they were asked for by
+    """Leave out tests marked thorough, and four of five cases of those marked sampled, unless they were asked for by
     name."""
     if config.option.thorough or config.option.keyword or any("::" in asked for asked in config.args):
         return

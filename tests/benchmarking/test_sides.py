@@ -98,6 +98,7 @@ def test_classes_of_arithmetic(folder: Path) -> None:
     assert ours(asked, precision="bf16", optimizer_state_dtype="bf16").arithmetic == "training"
 
 
+@pytest.mark.thorough
 def test_the_work_is_described(folder: Path) -> None:
     work = make_work(options(folder, None, shape="20x12"), Callbacks())
     found = describe(work)

@@ -70,6 +70,7 @@ def test_measures_all_sides_of_a_row_once(tmp_path: Path) -> None:
     assert "tweets/minilm" not in late
 
 
+@pytest.mark.thorough
 def test_sides_give_the_same_answers_to_every_kind_of_question(parts: dict[str, ModuleType], tmp_path: Path) -> None:
     works, sides = parts["works"], parts["sides"]
     for name in ("tweets/minilm", "pairs/minilm", "zeroshot/minilm", "bbc/modernbert"):

@@ -90,6 +90,7 @@ def test_a_dash_is_stdout(brimful: Brimful, files: Files, monkeypatch: pytest.Mo
     assert "--resume needs an output" in refused.err
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, DiskFullError), (errno.EROFS, OutputError)])
 def test_a_report_that_cannot_be_written_leaves_the_results(
     number: int, kind: type[BrimfulError], brimful: Brimful, files: Files, monkeypatch: pytest.MonkeyPatch,
@@ -125,6 +126,7 @@ def test_answers_on_answers_overwrite_nothing(brimful: Brimful, files: Files, tm
     assert header == [*once, "predicted_label_2", *(f"predicted_{name}" for name in ANSWER[1:])]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "parquet"])
 def test_files_of_each_form_keep_columns_and_order(suffix: str, brimful: Brimful, files: Files, tmp_path: Path) -> None:
     rows = {

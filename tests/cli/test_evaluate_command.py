@@ -117,6 +117,7 @@ def test_rows_that_cannot_count_are_left_out_and_counted(files: Files, tmp_path:
     assert record.left_out == {"without text": 1, "without a label": 1, "with a label unknown to the model": 1}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("spelled", "options", "said"),
     [

@@ -25,6 +25,7 @@ except SystemExit as end:
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "code",
     [

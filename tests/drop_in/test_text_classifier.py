@@ -88,6 +88,7 @@ def test_pairs_and_classes_that_are_numbers(base: Path) -> None:
     assert found.run_.data["inputs"]["pair_column"] == "text_pair"
 
 
+@pytest.mark.thorough
 def test_a_cut_that_was_asked_for_is_no_warning_and_another_is_one(base: Path) -> None:
     long = [" ".join([text] * 9) for text in TEXTS]
     make(base, max_steps=1).fit(TEXTS, LABELS).predict(long)
@@ -99,6 +100,7 @@ def test_a_cut_that_was_asked_for_is_no_warning_and_another_is_one(base: Path) -
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_weight_of_0_is_a_row_that_is_not_there(base: Path) -> None:
     weights = np.where(np.arange(40) % 5 == 0, 0.0, 1.5)
     one = make(base, max_steps=3).fit(TEXTS, LABELS, sample_weight=weights)
@@ -186,6 +188,7 @@ def test_random_state_is_the_seed(base: Path) -> None:
 # --- folders ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_pickle_refers_to_the_folder_of_the_model(fitted: brimful.TextClassifier, tmp_path: Path) -> None:
     written = pickle.dumps(fitted)
     assert len(written) < 20_000

@@ -206,6 +206,7 @@ def test_wherever_memory_runs_out_the_run_is_one_that_had_the_smaller_budget(kin
     assert len(expected) > 3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["eager", "captured"])
 def test_another_split_learns_the_same(kind: str) -> None:
     """Without dropout, in fp64, and if memory runs out in the second attempt too."""

@@ -188,6 +188,7 @@ def test_a_model_of_pairs_reads_pairs(pair_model: Path, tmp_path: Path) -> None:
     assert "truncation=True" in card
 
 
+@pytest.mark.thorough
 def test_a_model_of_single_texts_reads_single_texts(
     trained: tuple[Path, list[tuple[str, str]]], tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from forked_ranks import Forked
 COUNT, LAST = 4, 9
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("gone", "after_s"), [(1, 1.0), (2, 0.0)])
 def test_the_last_order_is_heard_without_one_that_is_gone(gone: int, after_s: float, tmp_path: Path) -> None:
     def work(place: Place) -> int:

@@ -73,6 +73,7 @@ def test_loss_and_gradient_are_those_of_the_plain_model(family: str, problem: st
     assert_same(model, batch_of(model, LABELS[problem], with_types=family == "bert"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["roberta", "eurobert", "gpt2", "deberta"])
 def test_other_heads_and_positions(family: str) -> None:
     """Positions that skip padding, logits that are means of tokens', types that are words, a bias by distance."""
@@ -80,6 +81,7 @@ def test_other_heads_and_positions(family: str) -> None:
     assert_same(model, batch_of(model, LABELS["single_label_classification"]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "modernbert-mean"])
 def test_padding_on_the_left(family: str) -> None:
     """Learned positions are of columns there, as the plain forward has them."""
@@ -286,6 +288,7 @@ def test_what_cannot_be_packed() -> None:
         brimful.packed(model)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("between", ["packed", "plain"])
 def test_calls_between_a_checkpointed_call_and_its_backward_pass(between: str, reentrant: bool) -> None:
@@ -358,6 +361,7 @@ def with_eager_attention(model: Any) -> None:
     model.set_attn_implementation("eager")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "change"), [("llama", with_squares), ("modernbert", with_means), ("bert", with_eager_attention)]
 )

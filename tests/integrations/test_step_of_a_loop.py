@@ -74,6 +74,7 @@ def plain_loop(model: Any, optimizer: Optimizer, num_updates: int) -> list[float
     return losses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_and_a_schedule_of_ones_own(name: str) -> None:
     """With accumulation over batches of different sizes, by the rates that the scheduler sets."""

@@ -102,6 +102,7 @@ def test_accumulation_is_that_of_one_batch(tmp_path: Path, tokenizer: Any) -> No
     assert_same_history(ours, stock)
 
 
+@pytest.mark.thorough
 def test_it_resumes_bit_for_bit_and_either_class_resumes_the_others(tmp_path: Path, tokenizer: Any) -> None:
     model = FAMILIES["bert"].model(dropout=0.2)
     saving: dict[str, Any] = CHANGES | {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}

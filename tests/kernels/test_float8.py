@@ -140,6 +140,7 @@ def together(gradients: list[Tensor]) -> Tensor:
     return torch.cat([each.flatten() for each in gradients])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["linear", "gelu", "norm", "attention"])
 def test_a_fused_piece_in_fp8(kind: str) -> None:
     """As near to the exact one as three bits allow, and the same as one whose operands are rounded."""

@@ -95,6 +95,7 @@ def test_a_failure_of_the_device_is_not_hidden() -> None:
         seconds((broken, reference_attention))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "kept", [{"triton_attention": 1.0}, {"triton_attention": 1.0, "reference_attention": "soon"}, {},
              {"triton_attention": float("nan"), "reference_attention": 1.0}]

@@ -194,6 +194,7 @@ def test_the_same_record_is_the_same_page() -> None:
     assert classification_page(RECORD) == classification_page(dataclasses.replace(RECORD))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("limit", "device", "said"),
     [
@@ -225,6 +226,7 @@ def test_texts_longer_than_any_class() -> None:
     assert "8,193 on" in found.text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("given", ["results", "results/_manifest.json", "labels.parquet"])
 def test_the_page_of_results(given: str, tmp_path: Path) -> None:
     """It is made from their manifest, whether a folder or a file; one in their folder is passed over by its readers."""

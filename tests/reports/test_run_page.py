@@ -94,6 +94,7 @@ def write_run(folder: Path, run: Run, evaluation: Evaluation | None, num_events:
     return folder
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", [5, 1000])
 def test_everything_of_a_finished_run_is_on_its_page(tmp_path: Path, number: int) -> None:
     run, evaluation = record(number)

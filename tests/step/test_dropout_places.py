@@ -112,6 +112,7 @@ def attention_weights(inputs: PackedInputs, bias: bool) -> Tensor:
     return relative_attention_HTD(*given, replace(pattern, relative=relative))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("layout", "count"),
     [(SEVERAL, 1), (BACKWARDS, 1), (ONE, 2), (SEVERAL, 2), (ONE, 4)],
@@ -185,6 +186,7 @@ def learned_of_one_row() -> Tensor:
     return learned(*fused_step(), batch_of(ONE))
 
 
+@pytest.mark.thorough
 def test_a_step_learns_the_same_of_several_rows_and_of_recomputed_layers(our_attention: None) -> None:
     batch = batch_of(Backwards(**vars(SEVERAL)))
     assert len(batch.micro_batches) > 1

@@ -115,6 +115,7 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 def test_a_batch_that_was_sent_is_the_same_step(packed: bool) -> None:
     here, there = (make_step(FAMILIES["bert"].model(3).train(), packed=packed) for _ in range(2))
@@ -275,6 +276,7 @@ def spoiled(execution: LayoutModel, batch: Batch, samples: set[int], value: floa
         del execution.head  # type: ignore[attr-defined]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("bad_samples", [{23}, {20, 25}])
 def test_samples_that_are_not_finite_are_named_and_cost_one_step(bad_samples: set[int], value: float) -> None:

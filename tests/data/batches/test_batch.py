@@ -189,6 +189,7 @@ def test_map_reaches_every_tensor() -> None:
 GROUPED = dataclasses.replace(PACKED, groups=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", [PACKED, GROUPED, PADDED, UNSPLIT], ids=["packed", "grouped", "padded", "unsplit"])
 @given(lengths=lengths_of_a_batch, paired=st.booleans(), spare=st.sampled_from([None, 0, 4096]))
 def test_what_was_sent_arrives(layout: Layout, lengths: list[int], paired: bool, spare: int | None) -> None:

@@ -112,6 +112,7 @@ raw = st.lists(
 ).map(b"".join)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["csv", "tsv", "json", "jsonl"])
 @quick
 @given(data=raw, block_bytes=st.integers(1, 60))

@@ -50,6 +50,7 @@ def same(rows: list[str], encoder: Encoder, whole: Encoder) -> None:
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", SURE)
 @given(text=texts, max_length=st.integers(5, 9))
 @example(text="a b c d e f g h i j " * 20, max_length=6)

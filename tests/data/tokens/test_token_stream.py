@@ -79,6 +79,7 @@ def test_windows_are_those_of_tokenize(stream: TokenStream, encoder: Encoder) ->
         equal(future.result(timeout=60), tokenize(encoder, column.slice(start, 700)))
 
 
+@pytest.mark.sampled
 def test_pairs(stream: TokenStream, encoder: Encoder) -> None:
     found = stream.submit(pa.array(ROWS), pa.array(ROWS[::-1])).result(timeout=60)
     equal(found, encoder.encode(ROWS, ROWS[::-1]))

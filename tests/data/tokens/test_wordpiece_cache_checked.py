@@ -95,6 +95,7 @@ def test_words_that_are_right_are_kept(model: Path, rows: Path, tmp_path: Path) 
     assert (notes.warnings, record.fallback, record.counts.num_tokenizer_fallback) == ([], None, 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("zebra_is_wrong")
 def test_from_the_window_where_they_differ_on(
     model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -155,6 +156,7 @@ def nli(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("first", [True, False])
 def test_zero_shot(tmp_path: Path, request: pytest.FixtureRequest, first: bool) -> None:
     """Pairs are not put together from ids if the first rows differ; if a later one does, words are given up."""

@@ -478,6 +478,7 @@ def children() -> set[int]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("words", "more", "said", "hint"),
     [

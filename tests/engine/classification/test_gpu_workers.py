@@ -70,6 +70,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, ClassifyOpti
     return runner, options, windows
 
 
+@pytest.mark.thorough
 def test_windows_keep_their_order(made: tuple[Runner, ClassifyOptions, list[Tokens]]) -> None:
     """Those before the other process is ready are computed here; then each takes what the other has no hands for.
 

@@ -68,6 +68,7 @@ def counts(output: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
 def test_several_write_what_one_does(name: str, home: Path, tmp_path: Path) -> None:
     """Rows, their order, errors and counts; the first process alone speaks."""

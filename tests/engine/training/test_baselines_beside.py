@@ -29,6 +29,7 @@ def without_seconds(baselines: tuple[Baseline, ...]) -> list[Baseline]:
     return [dataclasses.replace(each, train_s=0.0) for each in baselines]
 
 
+@pytest.mark.thorough
 def test_a_process_makes_the_same_ones(made: tuple[Prepared, TrainOptions]) -> None:
     after = Baselines(*made, beside=False).result(Callbacks())
     with closing(Baselines(*made, beside=True)) as beside:

@@ -74,6 +74,7 @@ def test_refused_ahead_with_both_numbers(runner: Runner, model: Path, rows: Path
     assert not output.exists()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("limit", "best"), [(1, None), (4, None), (4, "loss")])
 def test_what_a_run_needs_is_from_the_models_size(
     limit: int, best: str | None, model: Path, rows: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -76,6 +76,7 @@ def test_the_best_model_is_whole(files: Path, tmp_path: Path, by: tuple[str, ...
     assert all(torch.equal(saved[name], weight) for name, weight in best.items())
 
 
+@pytest.mark.thorough
 def test_a_first_batch_that_differs_leads_to_a_slower_path_in_all(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +207,7 @@ def test_gpus_that_turn_out_not_to_reach_one_another_send(
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_layers_in_parts_are_fused_in_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the first process finds that they can be; they learn what plain ones do, computed again in the backward pass,
     with weights in host memory, and evaluated in between."""

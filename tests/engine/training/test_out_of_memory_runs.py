@@ -71,6 +71,7 @@ def whole(inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -
     return folder, allocator.num_allocations
 
 
+@pytest.mark.thorough
 def test_the_record_says_it_and_the_losses_are_those_of_any_run(
     inputs: tuple[Path, Path], whole: tuple[Path, int], tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def test_a_plan_of_two(files: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_goes_on_as_it_began(files: Path, tmp_path: Path) -> None:
     """Learning rate, epochs and warm-up that were chosen are kept by all processes; weights stay the same bits."""
     chosen = words(files, tmp_path / "run", "--eval-split", "0")
@@ -159,6 +160,7 @@ def test_a_signal_to_the_leader_stops_all(files: Path, tmp_path: Path) -> None:
     assert "all is saved" in both.said(0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sharding", ["none", "parameters"])
 def test_a_process_that_is_gone_ends_the_others(files: Path, tmp_path: Path, sharding: str) -> None:
     """With one line and a code of its own; the last checkpoint is whole, and one process goes on from it."""

@@ -131,6 +131,7 @@ def test_neighbouring_layers_are_put_together_at_once() -> None:
     assert sizes(0) == []
 
 
+@pytest.mark.thorough
 def test_the_best_of_parts_of_weights_is_kept(deep: Path, tmp_path: Path) -> None:
     """In host memory, evaluated together; what is saved is a plain model, that of the best step."""
     best = ("--metric-for-best-model", "loss", "--eval-steps", "1", "--max-steps", "4", "--sharding", "parameters")
@@ -182,6 +183,7 @@ def test_the_least_that_fits_is_chosen(
     assert "MiB" in found["reason"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sharding", ["none", "gradients"])
 def test_adapters_learn_what_one_process_learns(files: Path, tmp_path: Path, sharding: str) -> None:
     """Class weights, a ragged last batch, several micro-batches."""

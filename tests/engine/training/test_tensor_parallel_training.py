@@ -63,6 +63,7 @@ def test_two_with_weights_together_learn_what_one_does(files: Path, tmp_path: Pa
                 torch.testing.assert_close(together.optimizer[name].tensors[key], tensor, rtol=2e-2, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_the_saved_model_is_a_plain_one(files: Path, tmp_path: Path) -> None:
     """The best of the run, in padded rows and several micro-batches, with layers computed again and weights frozen."""
     ask = words(files, tmp_path / "run", *TOGETHER, "--metric-for-best-model", "loss", "--eval-steps", "1")

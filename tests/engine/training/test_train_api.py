@@ -110,6 +110,7 @@ def test_more_tasks_than_one_learn(plain_model: Path, data: dict[str, Path], tmp
         assert found[-5:].mean() < 0.7 * found[:5].mean(), task
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_is_near(precision: str, plain_model: Path, data: dict[str, Path], tmp_path: Path) -> None:
     brimful.train(data["single label"], model=plain_model, output=tmp_path / "fp32", **SIZES)
@@ -201,6 +202,7 @@ def test_a_machine_without_triton(tmp_path: Path) -> None:
     assert done.stdout == "whole\n", done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:no evaluation row", "ignore:.* different labels in different rows")
 def test_many_labels(plain_model: Path, tmp_path: Path) -> None:
     """Nearly as many classes as rows, where the task is given; and 60 numbered classes, with a warning."""

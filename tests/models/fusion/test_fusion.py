@@ -372,6 +372,7 @@ def test_what_only_looks_like_a_pre_norm_layer_is_not_taken(kind: str) -> None:
     assert (fused is not None) == (kind in ("plain", "rms"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["plain", "neighbours", "not minus", "second third", "learned"])
 def test_what_only_looks_like_rotary_attention_is_not_taken(kind: str) -> None:
     torch.manual_seed(0)

@@ -254,6 +254,7 @@ def test_the_work_of_a_step_with_a_short_layer() -> None:
     assert short.useful_flops == whole.useful_flops
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_compiled_code_without_dropout_is_the_model_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is probed in the code that was compiled with dropout; nothing is recorded again."""

@@ -150,6 +150,7 @@ def test_what_is_kept_is_measured_on_fused_layers(family: str) -> None:
     assert not compiled_modules(model)
 
 
+@pytest.mark.thorough
 def test_what_a_recomputed_layer_keeps_goes_with_the_backward_pass() -> None:
     execution = fused("bert")
     set_ways(list(layers_of(execution.model) or ()), dict.fromkeys(range(2), Way.RECOMPUTED))

@@ -53,6 +53,7 @@ def test_a_real_base_model(minilm):
     assert facts.num_parameters == 22_713_216 + 2 * 384 + 2  # body and pooler, and a head of two
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_head_is_seen_in_every_family(make_model, family):
     facts = inspect(make_model(family, folder="tuned"))

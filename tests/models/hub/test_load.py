@@ -40,6 +40,7 @@ def plain(folder, num_labels=3, seed=3):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_kept_head_is_the_model_as_transformers_loads_it(make_model, family):
     folder = make_model(family)
@@ -67,6 +68,7 @@ def test_a_real_base_model(minilm):
     assert (model.config.num_labels, model.config.dtype) == (3, torch.float32)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("space", [THREE, FIVE])
 @pytest.mark.parametrize("family", ["bert", "roberta", "modernbert", "llama"])
 def test_a_new_head_takes_nothing_of_a_fine_tuned_one(make_model, family, space):

@@ -211,6 +211,7 @@ def test_what_attention_forgets_is_found(
     assert ("kernel in fp32 is" if kernel_only else "packed logits differ from the plain ones by") in found.reason
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel_only", [False, True], ids=["everywhere", "in the kernel"])
 def test_a_window_matters_only_beyond_it(monkeypatch: pytest.MonkeyPatch, kernel_only: bool) -> None:
     """A window of 128 that is forgotten is right for 60 tokens, and wrong for 300."""

@@ -41,6 +41,7 @@ def difference(step: Step, other: Step) -> float:
     return float((one - two).norm() / two.norm())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
 def test_equal_to_torch_in_fp32(max_grad_norm: float) -> None:
     plain, fused = both(max_grad_norm=max_grad_norm)
@@ -156,6 +157,7 @@ def test_the_end_gives_masters_back() -> None:
     assert all(after[name].dtype == torch.float32 and torch.equal(after[name], before[name]) for name in after)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_continuation_goes_on_bit_for_bit(precision: str) -> None:
     step = make_step(FAMILIES["bert"].model(), optimizer=OURS, precision=precision)
