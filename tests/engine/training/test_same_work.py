@@ -96,7 +96,7 @@ def test_products_are_as_precise_as_in_the_first_process(asked: Any, told: str, 
 @pytest.mark.parametrize("told", ["flash_attention", ""])
 def test_attention_is_that_of_the_first_process(told: str) -> None:
     """It decides by seconds that it measured, and masks of dropout are the kernel's."""
-    assembly = replace(assembly_of(FAMILIES["bert"].model()), attention=told)
+    assembly = replace(assembly_of(FAMILIES["bert"].model()), attention=told, facts={})
     assert assembly.fact(kernels_of).fastest == (told or None)
 
 
