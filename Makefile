@@ -66,7 +66,7 @@ check: .venv/installed
 
 # Optimizers of bitsandbytes and torchao, DeepSpeed and Ray: after a change to one of them.
 extras: .venv/extras/installed
-	.venv/extras/bin/python -m pytest --thorough $(addprefix tests/,$(EXTRAS))
+	.venv/extras/bin/python -m pytest $(addprefix tests/,$(EXTRAS))
 
 faults: .venv/installed
 	$(BIN)/python -m pytest -m faults -s tests/engine/training/test_faults.py tests/engine/training/test_rank_faults.py tests/engine/training/test_resume.py tests/engine/classification/test_classify_faults.py tests/engine/classification/test_claim_faults.py tests/data/writers/test_shards.py

@@ -69,11 +69,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="run all cases, as make thorough does")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Decide whether all cases run: where --thorough, files, tests or words of their names were given. xdist hands the
+    answer on to its workers."""
+    if not hasattr(config, "workerinput"):
+        named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword
+        config.option.thorough = bool(config.option.thorough or named)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked thorough, and four of five cases of those marked sampled, unless they were asked for by
-    name."""
-    if config.option.thorough or config.option.keyword or any("::" in asked for asked in config.args):
+    """Leave out tests marked thorough, and four of five cases of those marked sampled."""
+    if config.option.thorough:
         return
     seen: Counter[str] = Counter()
     left_out = set[str]()
