@@ -6,7 +6,7 @@ that autocast asks for, what surrounds them in fp32. Gradients of parameters are
 Where a plan of `float8` is active, the products that it names are in fp8; all else is as it is.
 
 What an adapter adds to a product is its `extra`, of the product's shape (`low_rank`). Where no parameter of a function
-is learned, their gradients are not computed.
+is learned, their gradients are not computed, and the input of its product is not kept for them.
 
 Normalised rows come twice, for residuals and, in the dtype of products, for those: the second travels with the first,
 as `halved`, so that nothing is cast twice. Where both dtypes are one, they share their memory, and only their gradients
@@ -109,6 +109,12 @@ def _are_learned(*parameters: Tensor | None) -> bool:
     return any(each is not None and each.requires_grad for each in parameters)
 
 
+def kept_for(x: Tensor, *parameters: Tensor | None) -> Tensor | None:
+    """The input of a product where a gradient of its parameters is asked for: nothing else in a backward pass reads
+    it."""
+    return x if _are_learned(*parameters) else None
+
+
 def gradient_dtype(parameters: Sequence[Tensor | None]) -> torch.dtype | None:
     """The dtype of the first of these that is learned, else of the first; None of none. Gradients in another one would
     be cast by autograd, at once."""
@@ -143,7 +149,7 @@ class _Linear(torch.autograd.Function):
         x_TK, w_NK = x.flatten(0, -2), weight.to(x.dtype)
         made = _multiply(ctx, x_TK, w_NK, weight, None if bias is None else bias.to(x.dtype))
         with_extras(made.out_TN, [weight], [extra])
-        ctx.save_for_backward(x_TK, *made.saved)
+        ctx.save_for_backward(kept_for(x_TK, weight, bias), *made.saved)
         ctx.dtypes, ctx.shape = (weight.dtype, None if bias is None else bias.dtype), x.shape
         ctx.leaf, ctx.in_fp8, ctx.learned = _are_leaves(weight, bias), made.in_fp8, _are_learned(weight, bias)
         return _shaped(made.out_TN, (*x.shape[:-1], len(w_NK)))
@@ -152,7 +158,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         x_TK, *weight = ctx.saved_tensors
-        g_TN = gradient.reshape(len(x_TK), -1).contiguous()
+        g_TN = gradient.flatten(0, -2).contiguous()
         dweight = dbias = None
         if ctx.learned:
             dweight, dbias = ctx.context.beside(
@@ -175,7 +181,7 @@ class _LinearGelu(torch.autograd.Function):
         x_TK, w_FK = x.flatten(0, -2), weight.to(x.dtype)
         h_TF, saved, ctx.in_fp8 = _multiply(ctx, x_TK, w_FK, weight, activated=True)
         with_extras(h_TF, [weight], [extra])
-        ctx.save_for_backward(x_TK, bias, h_TF, *saved)
+        ctx.save_for_backward(kept_for(x_TK, weight, bias), bias, h_TF, *saved)
         ctx.dtypes, ctx.shape, ctx.leaf = (weight.dtype, None), x.shape, _are_leaves(weight, bias)
         ctx.learned = _are_learned(weight, bias)
         y_TF = gelu.fused_forward(h_TF, bias)
@@ -236,7 +242,8 @@ class _LinearDropoutAddNorm(torch.autograd.Function):
         else:  # nobody reads these rows
             statistics, y_TH = known[1], torch.empty_like(h_TH, dtype=dtype)
             half_TH = None if h_TH.dtype == dtype else torch.empty_like(h_TH)
-        ctx.save_for_backward(x_TK, bias, residual_TH, gain, h_TH, statistics, seed, *saved)
+        kept = kept_for(x_TK, weight, bias, gain, shift)
+        ctx.save_for_backward(kept, bias, residual_TH, gain, h_TH, statistics, seed, *saved)
         ctx.set_materialize_grads(False)
         ctx.p, ctx.dtypes, ctx.shapes = p, (weight.dtype, None), (x.shape, residual.shape)
         ctx.leaf, ctx.learned = _are_leaves(weight, bias, gain, shift), _are_learned(weight, bias, gain, shift)
@@ -291,7 +298,8 @@ class _ProjectedAttention(torch.autograd.Function):
         seed, site = ctx.context.dropout_site(offsets, len(x_TK), settings[-1])
         out_HTD: Tensor
         out_HTD, lse, mask_rows = attended(q, k, v, offsets, seed, *settings, site)  # type: ignore[call-arg]
-        ctx.save_for_backward(x_TK, qkv_TN, out_HTD, lse, mask_rows, offsets, *saved)
+        kept = kept_for(x_TK, *weights, *biases)
+        ctx.save_for_backward(kept, qkv_TN, out_HTD, lse, mask_rows, offsets, *saved)
         ctx.num_heads, ctx.settings, ctx.shape = num_heads, settings, x.shape
         ctx.dtypes = [gradient_dtype(weights), gradient_dtype(biases)]
         ctx.leaf, ctx.learned = _are_leaves(*weights, *biases), _are_learned(*weights, *biases)
@@ -302,7 +310,7 @@ class _ProjectedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         x_TK, qkv_TN, out_HTD, lse, mask_rows, offsets, *weight = ctx.saved_tensors
-        q, k, v = qkv_TN.view(len(x_TK), 3, ctx.num_heads, -1).transpose(0, 2).unbind(1)
+        q, k, v = qkv_TN.view(len(qkv_TN), 3, ctx.num_heads, -1).transpose(0, 2).unbind(1)
         g_TN = attended_backward(gradient, q, k, v, out_HTD, lse, mask_rows, offsets, *ctx.settings).flatten(1)
         dweights = dbiases = (None,) * 3
         if ctx.learned:

@@ -27,6 +27,7 @@ from brimful.kernels.layers.postnorm_ops import (
     extra_gradients,
     gradient_dtype,
     halved,
+    kept_for,
     product_dtype,
     side_by_side,
     with_extras,
@@ -46,7 +47,7 @@ class _Projections:
     def __init__(self, weights: Parameters, biases: Parameters, others: Parameters = ()) -> None:
         given = [each for each in (*weights, *biases, *others) if each is not None]
         self.leaf = all(each.is_leaf for each in given)
-        self.learned, self.others_learned = _are_learned(*weights, *biases), _are_learned(*others)
+        self.others_learned = _are_learned(*others)
         self.context = current()
         self.rows = [len(weight) for weight in weights if weight is not None]
         self.dtypes = (gradient_dtype(weights) or given[0].dtype, gradient_dtype(biases))
@@ -61,19 +62,23 @@ class _Projections:
         return with_extras(made_TN, weights, extras), w_NK
 
     def gradients(
-        self, g_TN: Tensor, x_TK: Tensor, *others: Tensor, more: Callable[[], Gradients] = tuple
+        self, g_TN: Tensor, x_TK: Tensor | None, *others: Tensor, more: Callable[[], Gradients] = tuple
     ) -> Gradients:
-        """Of all weights, of all biases, and what `more` makes of `others`, computed beside: None of what is frozen."""
+        """Of all weights, of all biases, and what `more` makes of `others`, computed beside: None of what is frozen.
+
+        x_TK: as of `kept_for`.
+        """
         nothing = (None,) * len(self.rows)
 
         def parameters() -> Gradients:
-            if not self.learned:
+            if x_TK is None:
                 return *nothing, *nothing, *more()
             dweight, dbias = _weight_gradients(g_TN, x_TK, *self.dtypes, in_fp8=False)
             dbiases = nothing if dbias is None else dbias.split(self.rows)
             return *dweight.split(self.rows), *dbiases, *more()
 
-        return self.context.beside(parameters, g_TN, x_TK, *others, leaf=self.leaf)
+        read = others if x_TK is None else (x_TK, *others)
+        return self.context.beside(parameters, g_TN, *read, leaf=self.leaf)
 
 
 class _Norm(torch.autograd.Function):
@@ -123,9 +128,9 @@ class _LinearAddNorm(torch.autograd.Function):
         z, y, statistics = dropout_add_prenorm.fused_add_norm(
             h_TH, _fitting(residual, h_TH), gain, h_TH.dtype, seed, ctx.site, eps, p, centred=centred
         )
-        ctx.save_for_backward(x_TK, w_HK, z, gain, statistics, seed)
+        ctx.save_for_backward(kept_for(x_TK, weight, bias), w_HK, z, gain, statistics, seed)
         ctx.projections = _Projections([weight], [bias], [gain])
-        ctx.p, ctx.centred, ctx.dtype = p, centred, residual.dtype
+        ctx.p, ctx.centred, ctx.dtype, ctx.half = p, centred, residual.dtype, x.dtype
         return y, z
 
     @staticmethod
@@ -133,7 +138,7 @@ class _LinearAddNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, dz: Tensor) -> Gradients:
         x_TK, w_HK, z, gain, statistics, seed = ctx.saved_tensors
         dresidual, dh, partials = dropout_add_prenorm.fused_add_norm_backward(
-            dy.contiguous(), dz.contiguous(), z, gain, statistics, x_TK.dtype, seed, ctx.site, ctx.p,
+            dy.contiguous(), dz.contiguous(), z, gain, statistics, ctx.half, seed, ctx.site, ctx.p,
             centred=ctx.centred,
         )  # fmt: skip
         dh_TH = dh.flatten(0, -2)
@@ -166,12 +171,13 @@ class _LinearAdd(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         x_TK, ctx.shape = x.flatten(0, -2), x.shape
         seed, ctx.site = current().dropout_site(x_TK, len(x_TK), p)
-        ctx.p, ctx.projections, ctx.dtype = p, _Projections([weight], [bias]), residual.dtype
+        ctx.p, ctx.projections, ctx.dtype, ctx.half = p, _Projections([weight], [bias]), residual.dtype, x.dtype
+        kept = kept_for(x_TK, weight, bias)
         if known_ending() is not None:  # nobody reads these sums
-            ctx.save_for_backward(x_TK, side_by_side([weight], x_TK.dtype), seed)
+            ctx.save_for_backward(kept, side_by_side([weight], x_TK.dtype), seed)
             return torch.empty_like(residual, dtype=torch.promote_types(residual.dtype, x_TK.dtype))
         h_TH, w_HK = _Projections.product(x_TK, [weight], [bias], [extra])
-        ctx.save_for_backward(x_TK, w_HK, seed)
+        ctx.save_for_backward(kept, w_HK, seed)
         z = dropout_add_prenorm.fused_add(h_TH, _fitting(residual, h_TH), seed, ctx.site, p)
         offer_ending(z)
         return z
@@ -181,9 +187,9 @@ class _LinearAdd(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor) -> Gradients:
         x_TK, w_HK, seed = ctx.saved_tensors
         if ctx.p:
-            dh = dropout_add_prenorm.fused_dropped(dz.contiguous(), x_TK.dtype, seed, ctx.site, ctx.p)
+            dh = dropout_add_prenorm.fused_dropped(dz.contiguous(), ctx.half, seed, ctx.site, ctx.p)
         else:
-            dh = ctx.projections.context.cast(dz, x_TK.dtype)
+            dh = ctx.projections.context.cast(dz, ctx.half)
         dh_TH = dh.flatten(0, -2).contiguous()
         dweight, dbias = ctx.projections.gradients(dh_TH, x_TK)
         dextra = dh_TH.view(dz.shape) if ctx.needs_input_grad[5] else None
@@ -216,7 +222,7 @@ class _LinearGated(torch.autograd.Function):
         weights, biases, extras = parameters[:count], parameters[count : 2 * count], parameters[2 * count :]
         h_TG, w_GK = _Projections.product(x_TK, weights, biases, extras)
         seed, ctx.site = current().dropout_site(x_TK, len(x_TK), p)
-        ctx.save_for_backward(x_TK, w_GK, h_TG, seed)
+        ctx.save_for_backward(kept_for(x_TK, *weights, *biases), w_GK, h_TG, seed)
         ctx.p, ctx.activation, ctx.projections = p, activation, _Projections(weights, biases)
         y_TF = glu.fused_forward(h_TG, activation, seed, ctx.site, p)
         note_maker(y_TF, glu.fused_forward, h_TG, activation, seed, ctx.site, p)
@@ -226,7 +232,7 @@ class _LinearGated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Gradients:
         x_TK, w_GK, h_TG, seed = ctx.saved_tensors
-        g_TF = gradient.reshape(len(x_TK), -1).contiguous()
+        g_TF = gradient.flatten(0, -2).contiguous()
         dh_TG = glu.fused_backward(g_TF, h_TG, ctx.activation, seed, ctx.site, ctx.p)
         found = ctx.projections.gradients(dh_TG, x_TK)
         rows = ctx.projections.rows[: len(ctx.needs_input_grad) - 4 - 2 * ctx.count]
@@ -267,8 +273,8 @@ class _RotaryAttention(torch.autograd.Function):
         out_HTD: Tensor
         out_HTD, lse, mask_rows = attended(q, k, v, offsets, seed, *settings, site)  # type: ignore[call-arg]
         ctx.save_for_backward(
-            x_TK, w_NK, None if found is None else x_TN, qkv_T3HD, out_HTD, lse, mask_rows, offsets, *angles,
-            query_gain, key_gain,
+            kept_for(x_TK, *weights, *biases), w_NK, None if found is None else x_TN, qkv_T3HD, out_HTD, lse, mask_rows,
+            offsets, *angles, query_gain, key_gain,
         )  # fmt: skip
         return out_HTD
 
