@@ -34,7 +34,7 @@ from forked_ranks import Forked  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 
-#: Of the cases of a test that is marked sampled, in the order that they are written in, the first of so many runs.
+#: Of so many cases of a test that is marked sampled, one runs.
 _ONE_OF = 5
 
 # Equal examples in every run: what is found once is found always. `--hypothesis-profile=search` looks further.
@@ -70,22 +70,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Decide whether all cases run: where --thorough, files, tests or words of their names were given. xdist hands the
-    answer on to its workers."""
+    """Decide whether all cases run: where --thorough, files, tests or words of their names were given, or those that
+    failed run again. xdist hands the answer on to its workers."""
     if not hasattr(config, "workerinput"):
         named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword
-        config.option.thorough = bool(config.option.thorough or named)
+        config.option.thorough = bool(config.option.thorough or named or config.option.lf)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return "" if config.option.thorough else f"1 in {_ONE_OF} of slow cases: make thorough runs all"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked thorough, and four of five cases of those marked sampled."""
+    """Leave out tests marked thorough, and four of five cases of those marked sampled, counted from their last: later
+    ones tend to ask for more."""
     if config.option.thorough:
         return
     seen: Counter[str] = Counter()
     left_out = set[str]()
-    for item in items:
+    for item in reversed(items):
         test = item.nodeid.partition("[")[0]
+        if any(map(item.get_closest_marker, ("gpu", "faults", "scripts"))):
+            continue
         if item.get_closest_marker("thorough") or (item.get_closest_marker("sampled") and seen[test] % _ONE_OF):
             left_out.add(item.nodeid)
         seen[test] += 1

@@ -29,7 +29,21 @@ def test_more(there: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("shown", "there"),
-    [(None, 4), ("", 0), ("-1", 0), ("2", 1), ("0,1", 2), ("1,-1,2", 1), ("0,1,2,3,4", 4), ("MIG-1", None)],
+    [
+        (None, 4),
+        ("", 0),
+        ("-1", 0),
+        ("2", 1),
+        ("0,1", 2),
+        ("1,-1,2", 1),
+        ("0,1,2,3,4", 4),
+        ("MIG-1", None),
+        ("7", 0),
+        ("0,9,1", 1),
+        ("0,0", 0),
+        ("none", 0),
+        ("GPU-1,GPU-2", 2),
+    ],
 )
 def test_gpus_that_cuda_would_show(shown: str | None, there: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetCount=lambda: 4)
@@ -41,3 +55,6 @@ def test_gpus_that_cuda_would_show(shown: str | None, there: int | None, monkeyp
     if there == 0:
         with pytest.raises(OptionError, match="CUDA_VISIBLE_DEVICES shows no GPU"):
             check_count("all")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        with pytest.raises(OptionError, match="there is no GPU to run on"):
+            check_count("2", 0)

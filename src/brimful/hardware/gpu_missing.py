@@ -13,6 +13,8 @@ from brimful.core.errors import DeviceError, OptionError
 
 #: Library of NVIDIA's driver, which torch opens for every GPU.
 _DRIVER = "libcuda.so.1"
+#: Names or numbers of the GPUs that CUDA shows a process, where it is set.
+_SHOWN = "CUDA_VISIBLE_DEVICES"
 
 
 def no_gpu(version: str, cuda: str | None, gpus: str | None = None) -> DeviceError:
@@ -42,9 +44,11 @@ def check_count(gpus: str, there: int | None = None) -> None:
     """Raises: OptionError where `gpus` is a number of more GPUs than there are. there: as torch counts them; without
     it, as NVIDIA's driver lets this process see them."""
     there = _num_visible() if there is None else there
-    if there == 0:
+    if there == 0 and _SHOWN in os.environ:
         hint = "unset it, name some there, or leave --gpus out"
-        raise OptionError(f"--gpus is {gpus}, and CUDA_VISIBLE_DEVICES shows no GPU", hint=hint)
+        raise OptionError(f"--gpus is {gpus}, and {_SHOWN} shows no GPU", hint=hint)
+    if there == 0:
+        raise OptionError(f"--gpus is {gpus}, and there is no GPU to run on", hint="check nvidia-smi, or leave it out")
     if there is not None and gpus != "all" and int(gpus) > there:
         found = "is 1 GPU" if there == 1 else f"are {there} GPUs"
         raise OptionError(f"--gpus is {gpus}, and there {found} to run on", hint=f"use at most {there}, or all")
@@ -66,14 +70,15 @@ def _num_visible() -> int | None:
         there = int(pynvml.nvmlDeviceGetCount())
     except Exception:  # no pynvml, or no NVIDIA driver
         return None
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = os.environ.get(_SHOWN)
     if shown is None:
         return there
     named = [each.strip() for each in shown.split(",")]
     if any("MIG" in each for each in named):
         return None
-    hidden = (at for at, each in enumerate(named) if not each or each.startswith("-"))  # CUDA reads no further
-    return min(next(hidden, len(named)), there)
+    known = [each.startswith("GPU-") or (each.isdigit() and int(each) < there) for each in named]
+    seen = named[: [*known, False].index(False)]  # CUDA reads no further
+    return len(seen) if len(set(seen)) == len(seen) else 0
 
 
 def _torch_build() -> dict[str, str] | None:

@@ -42,6 +42,8 @@ FIRST_PIECE_S, _FILE_PIECE_S = 60.0, 120.0
 #: The same of 8,192 rows that are tokenised, which may be long.
 _MANY_ROWS_S = 300.0
 _STEPS = ("steps", "input")
+#: Processes at one place that a message names.
+_NAMED = 4
 #: Modules whose code runs while something is compiled or captured.
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch.cuda.graphs", "triton")
 #: Modules whose code waits for others on behalf of what called it.
@@ -370,14 +372,24 @@ def _all_wait(live: Sequence[Beat], of: int) -> Lost:
     """Return the process that is the furthest behind, if one is, where each waits for another."""
     behind = min(live, key=lambda beat: beat.calls)
     why = f"all processes have waited for one another for {min(beat.idle_s for beat in live):.1f} s"
-    places = {beat.rank: beat.where for beat in live if beat.where is not None}
-    if len(set(places.values())) == 1:
-        why += f", at {next(iter(places.values()))}"
+    places: dict[str, list[int]] = {}
+    for beat in live:
+        if beat.where is not None:
+            places.setdefault(beat.where, []).append(beat.rank)
+    if len(places) == 1:
+        why += f", at {next(iter(places))}"
     elif places:
-        why += f", {'; '.join(f'process {rank} at {where}' for rank, where in places.items())}"
+        why += ", " + "; ".join(f"{_processes(ranks)} at {where}" for where, ranks in places.items())
     if sum(beat.calls == behind.calls for beat in live) == 1:
         return Lost.found(behind, of, f"{why}, and this one is behind")
     return Lost(rank=None, of=of, why=f"{why}, in step {behind.step}")
+
+
+def _processes(ranks: Sequence[int]) -> str:
+    """Name processes; count them where there are many."""
+    if len(ranks) > _NAMED:
+        return f"{len(ranks)} processes"
+    return f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _gone(beat: Beat, silent_s: float, broken: bool, hang_s: float) -> str | None:

@@ -144,11 +144,12 @@ def kept_ways(found: Activations, tokens: int, budget: int | None) -> tuple[dict
 
 
 def offloaded_layers(found: Activations, tokens: int, budget: int | None) -> tuple[tuple[int, ...], float]:
-    """Return layers to offload, as `recomputed_layers` does: the first ones, as those wait the longest."""
-    most = max(0, len(found.layers) - AHEAD)
-    counts = range(most + 1) if budget is not None else [most]
-    count = next((n for n in counts if budget is not None and found.bytes(tokens, offloaded=n) <= budget), most)
-    return tuple(range(count)), found.bytes(tokens, offloaded=count)
+    """Return layers to offload and the bytes that are kept then: the first ones, as those wait the longest. As few as
+    `budget` allows; without one, or where none does, as few as leave the least."""
+    left = [found.bytes(tokens, offloaded=n) for n in range(max(0, len(found.layers) - AHEAD) + 1)]
+    least = left.index(min(left))
+    count = next((n for n, kept in enumerate(left) if budget is not None and kept <= budget), least)
+    return tuple(range(count)), left[count]
 
 
 def fitting_tokens(assembly: Assembly, most: int) -> int:

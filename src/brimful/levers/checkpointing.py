@@ -135,7 +135,9 @@ class Checkpointing(Lever):
         else:
             warn_on_cpu(assembly, "--gradient-checkpointing offload")
             _check_host(freed)
-            said += f" layers {_numbered(numbers)} of {depth} have theirs in host memory"
+            said += (
+                f" those of layer{'s' if len(numbers) > 1 else ''} {_numbered(numbers)} of {depth} are in host memory"
+            )
             _warn_of_the_link(assembly, freed, tokens * sum(layer.forward_s for layer in found.layers))
         whole_s = sum(layer.forward_s for layer in found.layers)
         again_s = sum(found.layers[number].again_s(way) for number, way in ways.items())

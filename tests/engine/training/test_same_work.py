@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from brimful.cli.commands import run
+from brimful.core.errors import ModelError
 from brimful.core.options.train import TrainOptions
 from brimful.core.place import Place
 from brimful.engine.training import same_path
@@ -98,6 +99,10 @@ def test_attention_is_that_of_the_first_process(told: str) -> None:
     """It decides by seconds that it measured, and masks of dropout are the kernel's."""
     assembly = replace(assembly_of(FAMILIES["bert"].model()), attention=told, facts={})
     assert assembly.fact(kernels_of).fastest == (told or None)
+    built: Any = SimpleNamespace(recipe=SimpleNamespace(value=lambda _: "ours"))
+    same_path.check_kernels(json.dumps({"kernels": "ours"}), built)
+    with pytest.raises(ModelError, match="attention is by FlashAttention-2 in the first process, and by ours"):
+        same_path.check_kernels(json.dumps({"kernels": "FlashAttention-2"}), built)
 
 
 def test_layers_keep_as_much_as_in_the_first_process() -> None:

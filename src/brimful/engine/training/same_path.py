@@ -48,6 +48,7 @@ def path_of(prepared: Prepared, built: Built) -> str:
             "packed": built.packing.packed,
             "eager_attention": built.eager_attention,
             "attention": (isinstance(layout, PackedLayout) and layout.attention) or "",
+            "kernels": built.recipe.value("attention"),
             "sharding": built.recipe.value("sharding"),
             "copies": getattr(built.step.update, "find_peers", None) is not None,
             "precision": "fp8" if built.precision.plan is not None else built.precision.value,
@@ -103,6 +104,14 @@ def with_sizes(path: str, built: Built) -> Built:
     return replace(built, layout=changed)
 
 
+def check_kernels(path: str, built: Built) -> None:
+    """Check that attention is that of the leader. Raises: ModelError: masks of dropout are the kernel's."""
+    told, own = json.loads(path)["kernels"], built.recipe.value("attention")
+    if told != own:
+        hint = "give all processes the same GPUs, torch and Triton, or add --packing off"
+        raise ModelError(f"attention is by {told} in the first process, and by {own} in this one", hint=hint)
+
+
 def check_made_of(path: str, prepared: Prepared, built: Built) -> None:
     """Check that a run is made of what the leader's is, before weights are cut. Raises: DataError naming the rest."""
     told, own = json.loads(path)["made of"], _made_of(prepared, built)
@@ -117,7 +126,7 @@ def build_led(
 ) -> Built:  # fmt: skip
     """Build a run that goes the leader's way, whose step all processes have met for.
 
-    Raises: what `build`, `with_sizes` and `check_made_of` raise, and `agree`.
+    Raises: what `build`, `with_sizes`, `check_kernels` and `check_made_of` raise, and `agree`.
     """
     told = options_of(path, options)
     if told.options.precision != options.precision:
@@ -136,6 +145,7 @@ def _on_path(path: str, prepared: Prepared, built: Built, ranks: Ranks) -> Built
     refusal: BrimfulError | None = None
     try:
         built = with_sizes(path, built)
+        check_kernels(path, built)
         check_made_of(path, prepared, built)
     except BrimfulError as error:
         refusal = error

@@ -5,8 +5,8 @@ it run, and fetched again ahead of the backward pass. The bits are the same. On 
 
 At any time the device holds as many bytes as the layers that are not moved keep: a layer leaves when a later one needs
 its place, and comes back as soon as the backward pass has left it one, so that copies have all the time that there is.
-Where the last layer keeps little, what leaves has left before the last but one. Two layers at the least are there
-beside the one that runs.
+Where the last layer keeps little, what leaves has left before the last but one. At the least two layers are there
+beside the one that runs forward, leaving, and beside the one that runs backward: one that goes, and one that comes.
 
 Copies go to buffers that stay: a CUDA graph holds their addresses. So one pass is under way at a time, forward and
 backward, as in a step.
@@ -30,8 +30,7 @@ from brimful.models.packed.recompute import recompute
 
 #: Smaller tensors stay: a copy costs more than the bytes are worth.
 LEAST_BYTES = 64 << 10
-#: Layers that are on the device at least beside the one that runs: leaving it in a forward pass, coming back in a
-#: backward pass.
+#: Layers that are leaving the device at least beside the one that runs forward.
 AHEAD = 2
 #: Layers whose backward passes go by until what a layer kept is gone: gradients of its weights are made beside them.
 _GOES_AFTER = 1
@@ -58,14 +57,21 @@ class Moves:
             ends.append(next((at for at, size in enumerate(held, number) if size > room), len(sizes)))
         return cls(
             leave_at=tuple(max(number + AHEAD, end) for number, end in enumerate(ends)),
-            back_at=tuple(max(number + AHEAD, end - 1 - _GOES_AFTER) for number, end in enumerate(ends)),
+            back_at=tuple(max(number + 1, end - 1 - _GOES_AFTER) for number, end in enumerate(ends)),
         )
 
     def most(self, sizes: Sequence[float]) -> float:
         """Most bytes that the device has of all layers' at a time."""
         moved, turns = len(self.leave_at), range(len(sizes))
         forward = (sum(sizes[k] for k in range(at + 1) if k >= moved or self.leave_at[k] > at) for at in turns)
-        backward = (sum(sizes[k] for k in range(at + 1) if k >= moved or self.back_at[k] >= at) for at in turns)
+        backward = (
+            sum(
+                size
+                for k, size in enumerate(sizes[: at + 1 + _GOES_AFTER])
+                if k >= moved or k > at or self.back_at[k] >= at
+            )
+            for at in turns
+        )
         return max(*forward, *backward)
 
 
@@ -161,7 +167,9 @@ class HostActivations:
         """Begin to bring back a layer that a backward pass has come to, and those that come next."""
         if self._layers.get(layer.number) is not layer:
             raise RuntimeError("activations were saved by an earlier pass, and another one has taken their place")
-        self._bring(self._layers, layer.number)
+        if not layer.is_fetched:
+            layer.is_fetched = True
+            self._bring(self._layers, layer.number)
 
     def _bring(self, layers: dict[int, _Layer], number: int) -> None:
         if layers is self._layers:
@@ -181,12 +189,15 @@ class HostActivations:
 
 
 class _Layer:
-    """Storages that one layer saved in one pass. Those that no backward pass needs any more are gone."""
+    """Storages that one layer saved in one pass. Those that no backward pass needs any more are gone.
+
+    is_fetched: whether a backward pass has come to it.
+    """
 
     def __init__(self, store: HostActivations, number: int, weights: set[int]) -> None:
         self.store, self.number, self._weights = store, number, weights
         self._saved: weakref.WeakValueDictionary[tuple[int, int], _Storage] = weakref.WeakValueDictionary()
-        self._num_places, self._is_back = 0, False
+        self._num_places, self._is_back, self.is_fetched = 0, False, False
 
     def pack(self, x: Tensor) -> Any:
         """Take in a tensor; several of one storage are views of one copy."""
