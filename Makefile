@@ -42,7 +42,7 @@ test: .venv/installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --assert=plain || \
 	{ $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none; exit 1; }
 
-# Every case of every test, with those that take long: before an issue is closed.
+# Every case of the suite, with those that take long: before an issue is closed.
 thorough: .venv/installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --assert=plain --thorough || \
 	{ $(BIN)/python -m pytest -q --thorough --last-failed --last-failed-no-failures none; exit 1; }

@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from resumable import parser_of, print_rows
 from sides import Blocks, Row, our_steps, run_rows, trainer_steps, with_peaks
 
-#: Activations that leave 2.1 GB of the 12.6 GB that 16,384 tokens keep to host memory, four layers' of 24, and 1.6 and
+#: Activations that leave 2.2 GB of the 12.6 GB that 16,384 tokens keep to host memory, four layers' of 24, and 1.6 and
 #: 1.1 GB, three and two layers': a link of 48 GB/s takes 45, 34 and 23 ms each way, beside 24 ms of a forward pass and
 #: 48 of a backward pass.
 _OFFLOADED = {

@@ -75,7 +75,6 @@ def by_trainer(name: str, model: nn.Module, optim_args: str | None = None) -> to
     return made
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("asked", [*(installed(name) for name in IN_32_BITS), "rmsprop alpha=0.9", "sgd momentum=0.9"])
 def test_ten_steps_are_those_of_trainers_optimizer(asked: str) -> None:
     name, _, given = asked.partition(" ")
@@ -95,7 +94,6 @@ def learned(model: nn.Module) -> torch.Tensor:
     return torch.cat([weight.flatten() for weight in weights])
 
 
-@pytest.mark.sampled
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("name", [installed(name) for name in OPTIMIZERS])
 def test_a_continued_run_is_bit_equal(name: str) -> None:

@@ -135,9 +135,8 @@ class Checkpointing(Lever):
         else:
             warn_on_cpu(assembly, "--gradient-checkpointing offload")
             _check_host(freed)
-            said += (
-                f" those of layer{'s' if len(numbers) > 1 else ''} {_numbered(numbers)} of {depth} are in host memory"
-            )
+            which = f"layer{'s' if len(numbers) > 1 else ''} {_numbered(numbers)} of {depth}"
+            said += f" those of {which} are in host memory"
             _warn_of_the_link(assembly, freed, tokens * sum(layer.forward_s for layer in found.layers))
         whole_s = sum(layer.forward_s for layer in found.layers)
         again_s = sum(found.layers[number].again_s(way) for number, way in ways.items())

@@ -1,6 +1,6 @@
 """SIGKILL at chosen points and at random moments: every resumed run ends with the weights of the one left alone.
 
-make test      five kills at chosen points
+make thorough  five kills at chosen points, of which make test has one
 make faults    the campaign; BRIMFUL_KILLS=1000 and BRIMFUL_SEED=7 change its size and repeat its moments
 """
 

@@ -88,3 +88,28 @@ def test_other_adapters_run_as_they_are(family: str, settings: dict[str, Any]) -
     expected = make_step(copy.deepcopy(model), family=family).run(SHORT).read()
     assert make_step(model, family=family).run(SHORT).read().loss == pytest.approx(expected.loss, rel=1e-4)
     assert not all(covered)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "bert"])
+def test_inputs_of_frozen_products_are_not_kept(family: str) -> None:
+    """Of each layer at least the widest, of the last product, which a model keeps whose other weights learn, too."""
+    kept = []
+    for learned in (False, True):
+        model = adapted(family, None, lora_alpha=5)
+        if learned:
+            model.requires_grad_(True)
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        step, covered, storages = make_step(model, family=family), compiled(model), dict[int, int]()
+
+        def pack(x: torch.Tensor, weights: set[int] = weights, storages: dict[int, int] = storages) -> torch.Tensor:
+            if (storage := x.untyped_storage()).data_ptr() not in weights:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            rows_S = step.accumulate(SHORT, 0)
+        assert all(covered)
+        assert rows_S.isfinite().all()
+        kept.append(sum(storages.values()))
+    config, tokens = model.config, SHORT.micro_batches[0].inputs.num_tokens
+    assert kept[1] - kept[0] >= 4 * tokens * config.intermediate_size * config.num_hidden_layers
