@@ -74,7 +74,8 @@ def test_what_the_step_works_on(files: Files) -> None:
 def test_other_ways_to_run(options: dict[str, Any], files: Files) -> None:
     found = profile(files, **options)
     assert sum(part.seconds for part in found.parts) == pytest.approx(found.time.mean_s)
-    assert found.recipe.value("packing") == ("padded" if "packing" in options else "packed")
+    packing = next(lever for lever in found.recipe.levers if lever.name == "packing")
+    assert packing.value == ("padded" if "packing" in options else "packed"), packing.reason
     assert (found.work.micro_batches > 1) == ("token_budget" in options)
 
 

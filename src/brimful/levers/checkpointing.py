@@ -125,6 +125,8 @@ class Checkpointing(Lever):
                 f" {bytes_text(left)} at least",
                 hint="give more, or lower --token-budget or --max-length",
             )
+        if asked == "offload":
+            warn_on_cpu(assembly, "--gradient-checkpointing offload")
         freed = round(found.bytes(tokens) - left)
         limit = "" if budget is None else f", of {bytes_text(budget)}"
         said = f"asked for: {bytes_text(left)} of activations a micro-batch of {tokens:,} tokens{limit}, measured;"
@@ -133,7 +135,6 @@ class Checkpointing(Lever):
         elif asked == "selective":
             said += f" {bytes_text(freed)} less kept; {_ways_said(ways, depth)}"
         else:
-            warn_on_cpu(assembly, "--gradient-checkpointing offload")
             _check_host(freed)
             which = f"layer{'s' if len(numbers) > 1 else ''} {_numbered(numbers)} of {depth}"
             said += f" those of {which} are in host memory"
