@@ -71,10 +71,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Decide whether all cases run: where --thorough, files, tests or words of their names were given, or those that
-    failed run again. xdist hands the answer on to its workers."""
-    if not hasattr(config, "workerinput"):
-        named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword
-        config.option.thorough = bool(config.option.thorough or named or config.option.lf)
+    failed run again. Workers of xdist are given the same words, and decide alike."""
+    named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword
+    config.option.thorough = bool(config.option.thorough or named or getattr(config.option, "lf", False))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

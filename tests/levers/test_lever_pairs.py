@@ -13,6 +13,7 @@ from brimful.core.errors import OptionError
 from brimful.core.records import Recipe
 from brimful.data.batches.batch import make_batch
 from brimful.engine.assemble import LEVERS as ALL
+from brimful.levers.checkpointing import Checkpointing
 from brimful.levers.lever import Assembly
 from brimful.levers.packing import Packing
 from brimful.step.step import Step
@@ -36,7 +37,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(seed: int = 0, **asked: Any) -> tuple[Step, Assembly, Recipe]:
-    model = FAMILIES["bert"].model(seed=seed, num_hidden_layers=3).train()
+    model = FAMILIES["bert"].model(seed=seed, num_hidden_layers=4).train()
     assembly = assembly_of(
         model, equivalence=EQUAL, function="grouped_attention", warn=lambda _: None,
         lengths=tuple(ROWS.lengths[0]), **{"batch_size": 6} | PLAIN | asked,
@@ -75,6 +76,7 @@ def test_two_levers(one: str, other: str) -> None:
         assert error.value.hint
         return
     step, assembly, recipe = made(**asked)
+    assert "activations offloaded" not in (one, other) or assembly.lever(Checkpointing).offloaded
     outcomes = course(step, assembly, stop=2)
     saved = snapshot(step)
     outcomes += course(step, assembly, start=2)
