@@ -25,6 +25,8 @@ from typing import Any
 from provenance import commit_here, host_here
 
 _POLL_S = 0.05
+#: Of what a process said, in its error.
+_LAST_LINES, _LAST_CHARACTERS = 5, 1500
 
 
 class Nvml:
@@ -114,8 +116,8 @@ class Session:
         return record
 
     def child(self, plan: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Runs one plan in a process of its own: its `found` rows, `wall_s`, `nvml_bytes`, `ok`; `error` if not, and
-        whether it was `timed_out`."""
+        """Runs one plan in a process of its own: its `found` rows, `wall_s`, `nvml_bytes`, `ok`; `error` with its last
+        words if not, and whether it was `timed_out`."""
         arguments = self.arguments
         if self.deadline is not None:
             timeout_s = min(timeout_s, self.deadline - time.monotonic())
@@ -141,9 +143,11 @@ class Session:
             out.seek(0)
             err.seek(0)
             found = [json.loads(line[4:]) for line in out if line.startswith("ROW ")]
-            if error is None and (process.returncode != 0 or not found):
-                said = "\n".join(err.read().strip().splitlines()[-5:])[-1500:]
-                error = _without_folders(said) or f"exit code {process.returncode}"
+            said = _without_folders("\n".join(err.read().strip().splitlines()[-_LAST_LINES:])[-_LAST_CHARACTERS:])
+            if error is not None:
+                error += f": {said}" if said else ""
+            elif process.returncode != 0 or not found:
+                error = said or f"exit code {process.returncode}"
         return {
             "found": found,
             "ok": error is None,

@@ -50,7 +50,10 @@ ROWS = (
         Row(side="brimful", name=f"{name}, in host memory", settings={"gpus": 2, "sharding": name, **_OFFLOADED})
         for name in ("parameters", "deepspeed")
     ),
-    Row(side="brimful", name="fused", settings={"gpus": 2, "sharding": "parameters", "execution": "fused"}),
+    *(
+        Row(side="brimful", name=name, settings={"gpus": 2, "sharding": "parameters", "execution": name})
+        for name in ("fused", "captured", "compiled")
+    ),
     Row(side="trainer", name="one GPU", settings={"gpus": 1}),
     Row(side="trainer", name="one GPU, compiled", settings={"gpus": 1, "torch_compile": True}),
     Row(
