@@ -218,7 +218,7 @@ def _step(assembly: Assembly, execution: LayoutModel, layout: Layout, task: Task
         *parts,
         **shared,
         most_tokens=layout.most_tokens,
-        precompile=mode.fused,
+        precompile=mode.fused and not update.gathers_weights,
         note=assembly.warn,
     )
 

@@ -99,7 +99,7 @@ class ExecutionMode(Lever):
         if assembly.device.type != "cuda":
             because = f"graphs and fused kernels are for GPUs, and this runs on {assembly.device.type}"
             return Verdict(ok=False, because=because)
-        if assembly.num_ranks > 1 and not (assembly.lever(Packing).packed and assembly.lever(Optimizer).fused):
+        if assembly.num_ranks > 1 and not _captured_together(assembly):
             because = "steps of several processes are captured where rows are packed and our kernels update weights"
             return Verdict(ok=False, because=because)
         if (why_not := _not_streamed_by_graphs(assembly)) is not None:
@@ -141,6 +141,8 @@ class ExecutionMode(Lever):
     def choose(cls, assembly: Assembly) -> ExecutionMode:
         """Choose the mode asked for, for `auto` the fastest that works here and pays."""
         asked, verdict = assembly.options.execution, cls.supports(assembly)
+        if asked == "auto" and _in_parts(assembly) and verdict.ok:
+            verdict = Verdict(ok=False, because="not yet")
         fused = assembly.lever(Packing).packed and assembly.fact(kernels_of).fused
         if asked == "fused":
             launched = cls.supports_fused(assembly)
@@ -219,6 +221,9 @@ class ExecutionMode(Lever):
                 fuse_padded_layers(assembly.model, lists)
         if self.value == "fused":
             record_layers(execution)
+        if self.value == "compiled" and _in_parts(assembly):
+            record_layers(execution)
+            return
         if self.value != "compiled":
             return
         if isinstance(execution, PackedModel):
@@ -256,7 +261,13 @@ def _sharding(assembly: Assembly) -> str:
 
 
 def _in_parts(assembly: Assembly) -> bool:
-    return assembly.training and _sharding(assembly) == "parameters"
+    return assembly.training and assembly.num_ranks > 1 and _sharding(assembly) == "parameters"
+
+
+def _captured_together(assembly: Assembly) -> bool:
+    """Return whether a graph can hold what several processes send one another in a step."""
+    in_graph = assembly.lever(Optimizer).fused or (_in_parts(assembly) and not assembly.options.optimizer_offload)
+    return in_graph and assembly.lever(Packing).packed
 
 
 def saved_seconds(assembly: Assembly) -> float:
