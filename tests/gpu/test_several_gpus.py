@@ -144,8 +144,14 @@ def test_compiled_in_bf16_learns_what_one_does(train: Train, tmp_path: Path, mor
 
 @pytest.mark.parametrize(
     ("mode", "more"),
-    [("fused", ()), ("fused", ("--gradient-checkpointing", "full")), ("eager", ())],
-    ids=["fused", "fused, computed again", "eager"],
+    [
+        ("compiled", ()),
+        ("compiled", ("--gradient-checkpointing", "full")),
+        ("captured", ()),
+        ("fused", ()),
+        ("eager", ()),
+    ],
+    ids=["compiled", "compiled, computed again", "captured", "fused", "eager"],
 )
 @pytest.mark.parametrize(("precision", "tolerance", "rate"), [("fp32", 1e-3, "1e-3"), ("bf16", 5e-2, "2e-4")])
 def test_weights_in_parts_learn_what_one_does(

@@ -1,7 +1,7 @@
 """The way that the host launches a step.
 
     eager     one kernel after another
-    fused     the same, with layers on our fused kernels: for weights in parts, which no graph holds
+    fused     the same, with layers on our fused kernels: for weights in parts, where no graph is wanted
     captured  as CUDA graphs: cheap, and it always pays. In longer runs parts of padded layers are on our kernels
     compiled  captured, with layers on fused kernels, ours or torch.compile's. Where ours cover them, they are recorded
               in tenths of a second; otherwise it takes seconds, and pays in long runs
@@ -141,21 +141,18 @@ class ExecutionMode(Lever):
     def choose(cls, assembly: Assembly) -> ExecutionMode:
         """Choose the mode asked for, for `auto` the fastest that works here and pays."""
         asked, verdict = assembly.options.execution, cls.supports(assembly)
-        if asked == "auto" and _in_parts(assembly) and verdict.ok:
-            verdict = Verdict(ok=False, because="not yet")
         fused = assembly.lever(Packing).packed and assembly.fact(kernels_of).fused
         if asked == "fused":
             launched = cls.supports_fused(assembly)
             if not launched.ok and assembly.ranks.leads:  # others do what it has found, as far as they can
                 raise OptionError(f"--execution fused does not work here: {launched.because}", hint="leave it out")
             return cls(value="fused", reason="asked for", fused=True)
-        if asked == "auto" and assembly.precision.value == "fp8" and cuts_windows(assembly):
+        if asked == "auto" and assembly.precision.value == "fp8" and cuts_windows(assembly) and not _in_parts(assembly):
             asked = "compiled"  # fp8 is of fused layers
         if not verdict.ok:
             if asked not in ("auto", "eager"):
                 raise OptionError(f"--execution {asked} does not work here: {verdict.because}", hint="leave it out")
-            in_half = assembly.precision.half is not None  # in fp32 fused layers would keep copies of weights
-            if asked == "auto" and in_half and _in_parts(assembly) and saved_seconds(assembly) >= _COMPARE_S:
+            if asked == "auto" and _in_parts(assembly) and _pays_in_parts(assembly):
                 launched = cls.supports_fused(assembly)
                 reason = f"{verdict.because}; {launched.because}"
                 return cls(value="fused" if launched.ok else "eager", reason=reason, fused=launched.ok)
@@ -166,6 +163,8 @@ class ExecutionMode(Lever):
                 raise OptionError(f"--execution compiled does not work here: {because}", hint="use captured")
             reason = "asked for" if asked == "captured" else "one launch a step, copies of weights among it"
             return cls(value="captured", reason=reason, fused=fused, streamed=True)
+        if _in_parts(assembly) and asked != "eager":
+            return cls._in_graphs(assembly, asked, fused=fused)
         has_layers = bool(lists_to_compile(assembly))
         if asked == "compiled" and not has_layers:
             because = "the model has no list of layers of its own, or the host is needed in them"
@@ -178,6 +177,20 @@ class ExecutionMode(Lever):
             reason = "one launch a step, and fused layers keep less of what --activation-memory limits"
             return cls(value="compiled", reason=reason, fused=fused)
         return cls._that_pays(assembly, has_layers=has_layers, fused=fused)
+
+    @classmethod
+    def _in_graphs(cls, assembly: Assembly, asked: str, *, fused: bool) -> ExecutionMode:
+        """Choose between graphs that hold weights in parts: with layers on our kernels where that is asked for, or
+        pays. No compiler is asked for their layers, which torch's hooks run around."""
+        if asked == "captured" or (asked == "auto" and not _pays_in_parts(assembly)):
+            reason = "asked for" if asked == "captured" else "one launch a step, what is sent among it"
+            return cls(value="captured", reason=reason, fused=fused)
+        launched = cls.supports_fused(assembly)
+        if asked == "compiled" and not launched.ok and assembly.ranks.leads:
+            raise OptionError(f"--execution compiled does not work here: {launched.because}", hint="use captured")
+        reason = f"one launch a step, what is sent among it; {launched.because}"
+        # Others are asked for what the first process has found.
+        return cls(value="compiled" if launched.ok or asked == "compiled" else "captured", reason=reason, fused=fused)
 
     @classmethod
     def _that_pays(cls, assembly: Assembly, *, has_layers: bool, fused: bool) -> ExecutionMode:
@@ -219,14 +232,11 @@ class ExecutionMode(Lever):
             lists = lists_to_compile(assembly)
             if _SAVED_BY_PARTS_S * sum(map(len, lists)) * num_steps_of(assembly) >= _RECORD_S:
                 fuse_padded_layers(assembly.model, lists)
-        if self.value == "fused":
-            record_layers(execution)
-        if self.value == "compiled" and _in_parts(assembly):
-            record_layers(execution)
+        if not self.compiled:
             return
-        if self.value != "compiled":
-            return
-        if isinstance(execution, PackedModel):
+        if self.value == "fused" or _in_parts(assembly):
+            record_layers(execution)
+        elif isinstance(execution, PackedModel):
             fused = fuses_layers(assembly)
             compile_layers(execution, fused=fused, note=assembly.warn, forward_only=not assembly.training)
         else:
@@ -262,6 +272,11 @@ def _sharding(assembly: Assembly) -> str:
 
 def _in_parts(assembly: Assembly) -> bool:
     return assembly.training and assembly.num_ranks > 1 and _sharding(assembly) == "parameters"
+
+
+def _pays_in_parts(assembly: Assembly) -> bool:
+    """Return whether fused layers save what their comparison costs. In fp32 they would keep copies of weights."""
+    return assembly.precision.half is not None and saved_seconds(assembly) >= _COMPARE_S
 
 
 def _captured_together(assembly: Assembly) -> bool:

@@ -247,6 +247,8 @@ class CapturedStep(Step):
         if any(self.ranks.any([graph is None])):
             if graph is not None:
                 self._graphs.stop("a graph was refused in another process")
+            if self.update.gathers_weights:
+                self.update.abandon()
             return None
         return graph
 

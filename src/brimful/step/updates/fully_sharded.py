@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from brimful.hardware.process_settings import give_back_freed_memory
 from brimful.hardware.ranks import Ranks
-from brimful.models.fsdp_hooks import is_of_fsdp
+from brimful.models.fsdp_hooks import forget_pass, is_of_fsdp
 from brimful.models.model_stats import layers_of, linear_parameters
 from brimful.models.tensor_plan import local, starts_of
 from brimful.step.updates.parts import PartsUpdate, sum_together
@@ -90,6 +90,11 @@ class FullyShardedUpdate(PartsUpdate):
 
     def _counts(self, index: int) -> bool:
         return self._shared_ranks.leads or starts_of(self.parameters[index]) is not None
+
+    def abandon(self) -> None:
+        """As `Update` has it; where a capture was refused, weights are whole in the midst of its pass."""
+        super().abandon()
+        forget_pass(self.model)
 
     def _undo(self) -> None:
         for module, kind in self._classes:
