@@ -237,6 +237,19 @@ def test_an_update_that_the_host_decides_on_follows_captured_gradients(compiled:
     assert step.num_graphs >= 1
 
 
+@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_torch_4bit"])
+def test_steps_of_torchao_are_a_graph(optim: str) -> None:
+    """Beside the step's own graphs; an eager step has none. torchao's kernels are compiled for each shape."""
+    pytest.importorskip("torchao")
+    batches = source(8192, typical_length=60)
+    options: Any = {"dropout": 0.0, "our_update": False, "optim": optim, "precision": "fp32"}
+    eager, captured = (make_step(kind, **options) for kind in (Step, CapturedStep))
+    expected = losses(eager, batches)
+    assert losses(captured, batches)[:20] == pytest.approx(expected[:20], rel=2e-3)
+    assert len(captured.update._graphs) == 1  # type: ignore[attr-defined]
+    assert eager.update._graphs is None  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("token_budget", [8192, 256], ids=["whole", "pieces"])
 @pytest.mark.parametrize("optim", ["adafactor", "lion_32bit"])
 def test_what_decides_on_the_device_is_captured_with_its_update(optim: str, token_budget: int) -> None:

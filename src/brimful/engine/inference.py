@@ -41,8 +41,8 @@ def evaluation_forward(built: Assembled, *, most_rows: int, note: Callable[[str]
     layout, step = built.layout, built.step
     on_gpu = built.precision.device.type == "cuda"
     is_streamed = getattr(built.model, "streamed_layers", None) is not None  # updates that wait are made in it
-    captures = isinstance(step, CapturedStep) and not is_streamed and not step.update.gathers_weights
-    recorder = step.pool if captures else None
+    alone = not (is_streamed or step.update.gathers_weights)
+    recorder = step.pool if isinstance(step, CapturedStep) and alone else None
     forward: Forward
     if isinstance(layout, PackedLayout) and on_gpu and not layout.groups:
         forward = PackedForward(

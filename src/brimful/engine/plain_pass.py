@@ -25,6 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from brimful.engine.assemble import Assembled
 from brimful.engine.widened_layers import WidenedLayers
+from brimful.hardware.memory import device_free_bytes
 from brimful.kernels.layout import Inputs, map_tensors, padded_inputs
 from brimful.models.packed.layer_calls import as_they_were
 from brimful.models.packed.packed_forward import PaddedModel, padding_id_of
@@ -41,6 +42,9 @@ _MOST_TOKENS = {"cuda": 16384, "cpu": 512}
 _LONGEST = {"cuda": 1024, "cpu": 512}
 #: Most tokens of a batch of the plain model, padding counted, by the same reason.
 _PLAIN_TOKENS = 4096
+#: Fewest bytes of all gradients that may stay on the device, where times as many are free: those of 1.2 billion
+#: parameters take seconds to host memory, more than the pass. Fewer would show in the peak of a small run.
+_MANY_BYTES, _ROOM = 2 << 30, 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +80,7 @@ class Rows:
 def plain(made: Assembled, rows: Rows, precision: Precision) -> Probed:
     """Compute losses and gradient by the plain model on padded rows, by the fp32 weights of the step in memory.
 
-    Gradients are in host memory.
+    Gradients are in host memory, and go there once, where the device has room for all of them meanwhile.
     """
     step, model = made.step, made.model
     streamed: StreamedLayers | None = getattr(model, "streamed_layers", None)
@@ -90,9 +94,10 @@ def plain(made: Assembled, rows: Rows, precision: Precision) -> Probed:
     elsewhere |= widened.members
     weights = {name: step.update.weight(name) for name, p in step.update.named.items() if id(p) not in elsewhere}
     weights = {name: w.detach().requires_grad_(True) for name, w in weights.items()}
-    for name, weight in weights.items():
-        weight.register_post_accumulate_grad_hook(partial(_take_and_free, taken, name))
     task, device = step.task, step.device
+    stay = _may_stay(sum(w.nbytes for w in weights.values()), device)
+    for name, weight in () if stay else weights.items():
+        weight.register_post_accumulate_grad_hook(partial(_take_and_free, taken, name))
     denominator = task.denominator(rows.targets_N, rows.weights_N)
     losses_N = torch.zeros(len(rows.ids), dtype=torch.float64)
     whole = not (made.packing.packed or made.packing.equivalence.independent)
@@ -110,6 +115,9 @@ def plain(made: Assembled, rows: Rows, precision: Precision) -> Probed:
             form = _Plain(model, precision, task, denominator)
             rows_R = _plain_losses(form, weights, rows, members, device, elsewhere)
             losses_N[torch.from_numpy(members)] = rows_R.double().cpu()
+        for name, weight in weights.items():
+            if weight.grad is not None:
+                _take_and_free(taken, name, weight)
         if moved:
             found = dict(zip(update.named, update.gradients(gathered=False), strict=True))
             taken |= {name: found[name] for name in moved}
@@ -160,6 +168,11 @@ def _plain_losses(
     weights_R = None if rows.weights_N is None else torch.from_numpy(rows.weights_N[members])
     found: Tensor = torch.func.functional_call(form, by_name, (inputs, targets_R, weights_R))
     return found
+
+
+def _may_stay(num_bytes: int, device: torch.device) -> bool:
+    """Return whether gradients of all passes are added up on the device."""
+    return device.type == "cuda" and num_bytes >= _MANY_BYTES and _ROOM * num_bytes <= device_free_bytes(device)
 
 
 def _take(taken: dict[str, Tensor], name: str, gradient: Tensor) -> None:

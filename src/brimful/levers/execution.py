@@ -18,6 +18,7 @@ import numpy as np
 from torch import nn
 
 from brimful.core.errors import OptionError
+from brimful.core.options.train import TrainOptions
 from brimful.levers.activations import compiled_for_less, fuses_layers
 from brimful.levers.checkpointing import Checkpointing
 from brimful.levers.compiled_layers import (
@@ -281,7 +282,8 @@ def _pays_in_parts(assembly: Assembly) -> bool:
 
 def _captured_together(assembly: Assembly) -> bool:
     """Return whether a graph can hold what several processes send one another in a step."""
-    in_graph = assembly.lever(Optimizer).fused or (_in_parts(assembly) and not assembly.options.optimizer_offload)
+    offloads = isinstance(assembly.options, TrainOptions) and assembly.options.optimizer_offload
+    in_graph = assembly.lever(Optimizer).fused or (_in_parts(assembly) and not offloads)
     return in_graph and assembly.lever(Packing).packed
 
 

@@ -107,17 +107,21 @@ def make_optimizers(
 
     hyperparameters: `learning_rate`, `adam_beta1`, `adam_beta2`, `adam_epsilon`, `weight_decay`, `warmup_steps` and
     `optim_args` as in transformers' TrainingArguments. learning_rate: () tensor that those read which decide on the
-    device whether to skip a step.
+    device whether to skip a step, and torchao's.
     """
+    from brimful.step.updates.torchao_states import is_of_torchao, read_rate_from
+
     kinds = {id(p) for p in embeddings} if name in WITH_32_BITS else set()
-    learning_rate = learning_rate if name in ON_DEVICE else None  # all of its parts, or none
+    rate, learning_rate = learning_rate, learning_rate if name in ON_DEVICE else None  # all of its parts, or none
     parts = [(name, False), (WITH_32_BITS.get(name, name), True)]
     found = []
     for part, of_embeddings in parts:
         chosen = [g | {"params": [p for p in g["params"] if (id(p) in kinds) == of_embeddings]} for g in groups]
         chosen = [group for group in chosen if group["params"]]
         if chosen:
-            found.append(_make(part, chosen, hyperparameters, learning_rate))
+            found.append(made := _make(part, chosen, hyperparameters, learning_rate))
+            if rate is not None and is_of_torchao(made):
+                read_rate_from(made, rate)
     return found
 
 

@@ -54,6 +54,7 @@ class CapturedStep(Step):
         # An update has tables of gradients' addresses for so many graphs, and a shape may have two.
         # It keeps nothing of the step itself: graphs are freed with their step, not when Python looks for cycles.
         self._graphs = GraphCache(self.pool, what="steps", note=note, most=MOST_GRAPHS // 2, keep=self.update.captured)
+        self.update.record_with(GraphCache(self.pool, what="the optimizer's steps", note=note))
 
     @property
     def num_graphs(self) -> int:
@@ -139,6 +140,7 @@ class CapturedStep(Step):
         """As `Step` has it."""
         self._graphs.free()
         self._graphs.stop()
+        self.update.record_with(None)
 
     def _whole(self, batch: Batch) -> Pending | None:
         """The step as one graph; None if it must run eagerly, before anything of it was computed."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from brimful.step.state import ParameterState
-from brimful.step.updates.update import Update
+from brimful.step.updates.torchao_states import is_of_torchao, make_states
+from brimful.step.updates.update import Graphs, Update
 
 
 class TorchUpdate(Update):
@@ -19,17 +20,21 @@ class TorchUpdate(Update):
     torch's fused optimizers take the loss scale, clipping and whether to skip from the device. For others gradients are
     scaled here, the host waits to see whether they are finite, and the learning rate is a number.
     own_states: whether only an optimizer's own step can make its states, of classes or memory of its own.
+    is_recordable: whether a step of an optimizer that the host decides on can be a graph: its numbers are where its
+    weights are.
     """
 
     def __init__(
         self, model: nn.Module, make: Callable[[Tensor], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]],
         schedule: Tensor, *, max_grad_norm: float, scaled: bool, own_states: bool = False,
+        is_recordable: Callable[[torch.optim.Optimizer], bool] = is_of_torchao,
     ) -> None:  # fmt: skip
         super().__init__(model, schedule, max_grad_norm=max_grad_norm, scaled=scaled)
         self._learning_rate = torch.zeros((), dtype=torch.float32, device=self.device)
         made = make(self._learning_rate)
         self._optimizers: list[Any] = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
-        self._own_states = own_states
+        self._own_states, self._is_recordable = own_states, is_recordable
+        self._graphs: Graphs | None = None
         self.on_device = all(getattr(each, "_step_supports_amp_scaling", False) for each in self._optimizers)
         self._set_mode("train")
         self._used: Sequence[Tensor] = ()  # parameters that an update had a gradient of
@@ -117,11 +122,28 @@ class TorchUpdate(Update):
     def _step_on_host(self, learning_rate: float) -> None:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                if not isinstance(group["lr"], Tensor):
-                    group["lr"] = learning_rate
-                elif group["lr"] is not self._learning_rate:
+                if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(learning_rate)
-            optimizer.step()
+                else:
+                    group["lr"] = learning_rate
+            if is_of_torchao(optimizer):
+                make_states(optimizer)
+            if (graph := self._graph_of(optimizer)) is None:
+                optimizer.step()
+            else:
+                graph.replay()
+
+    def record_with(self, graphs: Graphs | None) -> None:
+        """As `Update` has it."""
+        self._graphs = graphs
+
+    def _graph_of(self, optimizer: torch.optim.Optimizer) -> Any:
+        """The graph of a step of the parameters that have a gradient; None where it is launched by the host."""
+        if self._graphs is None or not self._is_recordable(optimizer):
+            return None
+        used = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        key = (id(optimizer), tuple((p.data_ptr(), p.grad.data_ptr()) for p in used if p.grad is not None))
+        return self._graphs.find(key, lambda _: optimizer.step()) if self._graphs.meet([key]) else None
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -166,6 +188,8 @@ class TorchUpdate(Update):
         return {name: ParameterState.of(state, p) for name, (state, p) in kept.items() if state}
 
     def _load_optimizer_state(self, state: Mapping[str, ParameterState], used: set[str]) -> None:
+        if self._graphs is not None:
+            self._graphs.clear()
         for optimizer in self._optimizers:
             optimizer.state.clear()
         self._used, self._num_prepared = [self.named[name] for name in self.named if name in used], 0

@@ -6,9 +6,9 @@ Everything that is decided by lives on the device: the host launches an update w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,22 @@ from brimful.step.state import Counters, ParameterState, StepState
 
 #: torch.amp.GradScaler's own constants.
 _FIRST_SCALE, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
+
+
+class Graphs(Protocol):
+    """Computations by key, recorded once and replayed from then on, as `step.graphs.cache.GraphCache` keeps them."""
+
+    def meet(self, shapes: Iterable[Hashable]) -> bool:
+        """Remember shapes, or other keys; return whether all were met before."""
+        ...
+
+    def find(self, key: Hashable, compute: Callable[[Any], Any]) -> Any:
+        """Return the graph of a key, which has `replay`, recorded if there is none yet; None if there can be none."""
+        ...
+
+    def clear(self) -> None:
+        """Drop all graphs: what they read is replaced."""
+        ...
 
 
 class Update:
@@ -95,6 +111,9 @@ class Update:
 
     def begin(self) -> None:
         """Prepare for a step, on the host, before anything of it is launched. Unless overridden, nothing."""
+
+    def record_with(self, graphs: Graphs | None) -> None:
+        """Keep steps of an optimizer that the host decides on as graphs, where that can be. Unless overridden, none."""
 
     #: Whether batches of several micro-batches can be captured, and not only those of one.
     captures_several = True
