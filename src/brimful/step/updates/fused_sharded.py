@@ -2,7 +2,7 @@
 
     backward pass     each bucket's gradients go to the processes that update parts of it
     norm, decision    one small sum over processes: squares, the loss, and which parameters are used. Where processes
-                      copy from one another's memory, squares are summed beside their gradients
+                      copy from one another's memory, squares are summed beside their gradients, and all is read there
     update            bucket by bucket; what is updated goes to all while the next one is
 
 Two processes take half the time of an update, and send three quarters of the bytes that sums of whole gradients take:
@@ -79,6 +79,7 @@ class FusedShardedAdamW(FusedAdamW):
         # What each process tells all others before it updates, in one memory.
         self._told = torch.zeros(adamw.PARTIALS + 1 + len(sizes), dtype=torch.float32, device=self.device)
         self._parts = self._told[: adamw.PARTIALS]
+        self._tellings: PeerMemory | None = None  # of all processes, where they reach one another's memory
         self._is_used = torch.zeros(len(sizes), dtype=torch.bool, device=self.device)
 
     def meet(self) -> str:
@@ -121,6 +122,7 @@ class FusedShardedAdamW(FusedAdamW):
         self._copy = copies.own.copy_(self._copy)
         self._place_parameters()
         release_unused(self.device)
+        self._tellings = peers.zeros(len(self._told), torch.float32)
         return gradients
 
     def _blocks_within(self, bucket: Bucket, part: slice) -> list[tuple[int, int, int]]:
@@ -195,9 +197,22 @@ class FusedShardedAdamW(FusedAdamW):
         loss, used = self._told[adamw.PARTIALS], self._told[adamw.PARTIALS + 1 :]
         loss.copy_(self.loss)
         used.copy_(self._used)
-        self._sums.ranks.sum([self._told])
+        self._sum_told()
         self.loss.copy_(loss)
         self._used.copy_(torch.gt(used, 0, out=self._is_used))
+
+    def _sum_told(self) -> None:
+        """Sum what processes tell, in their order. No process writes the next before all have put their weights of this
+        step into others' memory, and so have read what they were told."""
+        if self._tellings is None:
+            self._sums.ranks.sum([self._told])
+            return
+        self._tellings.own.copy_(self._told)
+        self._tellings.meet()
+        first, *others = self._tellings.all_R
+        self._told.copy_(first)
+        for each in others:
+            self._told.add_(each)
 
     def compile_kernels(self, *, gathered: bool) -> None:
         """Compile the kernels, as `Update` has it."""
