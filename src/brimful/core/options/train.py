@@ -220,7 +220,7 @@ class TrainOptions:
     execution: TrainingExecution = "auto"
     """Launch mode on a GPU. eager: one kernel after another; fused: the same, of layers on fused kernels; captured:
     CUDA graphs; compiled: CUDA graphs of compiled layers. auto: captured, or compiled if the run is long enough to save
-    time; eager where graphs do not work, or fused with --sharding parameters."""
+    time; eager where graphs do not work, or fused where weights in parts are in host memory."""
     stream_weights: Literal["none", "host", "disk"] = "none"
     """Keep weights of layers, their gradients and AdamW's states in host memory, or in files on a fast disk, and bring
     each layer's to the device for its turn; layers are computed again in the backward pass. For models that do not
