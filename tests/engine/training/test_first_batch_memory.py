@@ -113,3 +113,25 @@ def test_the_comparison_leaves_no_gradient_to_the_first_update(settings: dict[st
         assert step.first_batch is not None
         assert step.first_batch.passed
     assert found[0] == pytest.approx(found[1], rel=1e-2 if "weight_dtype" in settings else 1e-5)
+
+
+def test_large_gradients_are_added_up_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU with room for them; over all passes the same bits, and none is left in the model."""
+    step = make_step(FAMILIES["bert"].model(), token_budget=80, weight_dtype="fp32", optimizer_state_dtype="fp32")
+    made, found, at_once = step._built, list[Any](), list[int]()
+    real = plain_pass._take
+
+    def counted(taken: Any, name: str, gradient: torch.Tensor) -> None:
+        at_once.append(1)
+        real(taken, name, gradient)
+
+    monkeypatch.setattr(plain_pass, "_take", counted)
+    for stay in (False, True):
+        monkeypatch.setattr(plain_pass, "_may_stay", lambda *_, stay=stay: stay)
+        at_once.clear()
+        found.append((plain_pass.plain(made, SAMPLE, choose_precision("fp32", torch.device("cpu"))), len(at_once)))
+        assert all(p.grad is None for p in made.model.parameters())
+    (leaving, often), (staying, once) = found
+    assert once < often
+    assert torch.equal(leaving.losses_N, staying.losses_N)
+    assert all(torch.equal(one, other) for one, other in zip(leaving.gradients, staying.gradients, strict=True))
