@@ -26,7 +26,7 @@ from provenance import commit_here, host_here
 
 _POLL_S = 0.05
 #: Of what a process said, in its error.
-_LAST_LINES, _LAST_CHARACTERS = 5, 1500
+_LAST_LINES, _LAST_CHARACTERS = 16, 3000
 
 
 class Nvml:

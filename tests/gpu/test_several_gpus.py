@@ -173,6 +173,8 @@ def test_weights_in_parts_learn_what_one_does(
         one = train(tmp_path / f"{family} of one", 1, *ask, "--execution", "eager", given=(rows, model))
         train(output, 2, *in_parts, "--max-steps", "20", given=(rows, model))
         assert execution(output) == mode
+        captured = json.loads((output / "run.json").read_text())["compilations"]["captured"]
+        assert (captured > 0) == (mode in ("captured", "compiled"))  # or a capture was refused
         train(output, 1, *ask, "--execution", "eager", "--resume", given=(rows, model))
         for alone, together in zip(one, events(output, "step"), strict=True):
             assert together["loss"] == pytest.approx(alone["loss"], rel=tolerance)

@@ -107,7 +107,8 @@ class PartsUpdate(Update):
     @torch.no_grad()
     def _update(self, gradients: Mapping[int, Tensor], rate: Tensor, scale: Tensor, skipped: Tensor) -> None:
         if self._used:
-            torch._foreach_add_([self._steps[index] for index in sorted(self._used)], 1 - skipped)
+            steps = [self._steps[index] for index in sorted(self._used)]
+            torch._foreach_add_(steps, [1 - skipped] * len(steps))  # one tensor would be read by the host
         parts = {i: local(self.parameters[i]) for i in sorted(self._used)}
         own = [i for i, part in parts.items() if part.numel()]
         for decay in sorted({self._decays[i] for i in own}):

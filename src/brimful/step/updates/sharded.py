@@ -90,7 +90,8 @@ class ShardedUpdate(Update):
 
     def _update(self, rate: Tensor, scale: Tensor, skipped: Tensor) -> None:
         if self._used:
-            torch._foreach_add_([self._steps[index] for index in sorted(self._used)], 1 - skipped)
+            steps = [self._steps[index] for index in sorted(self._used)]
+            torch._foreach_add_(steps, [1 - skipped] * len(steps))  # one tensor would be read by the host
         used = [each for each in self._segments if each.index in self._used]
         for decay in sorted({self._decays[each.index] for each in used}):
             chosen = [each for each in used if self._decays[each.index] == decay]
