@@ -20,6 +20,10 @@ from brimful.step.updates.own_state import own_state, owned
 from brimful.step.updates.update import Update
 
 
+#: Numbers whose squares are summed in fp64 at once: of a part of a billion weights it would be 16 bytes for each.
+_SQUARED = 1 << 24
+
+
 class ShardedUpdate(Update):
     """AdamW, or SGD without momentum, by parts. weight_decay: by name of those parameters that have any.
 
@@ -70,7 +74,7 @@ class ShardedUpdate(Update):
     def apply(self, *, gathered: bool) -> Tensor:
         """As `Update` has it."""
         own = self._scattered.own
-        square = own.double().square().sum()
+        square = torch.stack([some.double().square().sum() for some in own.split(_SQUARED)]).sum()
         self._scattered.ranks.sum([square])
         norm = square.sqrt().to(own.dtype) / self.scale
         skipped = (~(torch.isfinite(norm) & torch.isfinite(self.loss))).float()
@@ -116,9 +120,10 @@ class ShardedUpdate(Update):
             )  # fmt: skip
 
     def _spread(self) -> None:
-        """Send this process's part of the weights to all."""
+        """Send this process's part of the weights to all. NCCL sends it from its place among them, gloo does not."""
         ranks, buckets = self._scattered.ranks, self._scattered.buckets
-        parts = [self._memory[own_part(bucket, ranks)].clone() for bucket in buckets]
+        parts = [self._memory[own_part(bucket, ranks)] for bucket in buckets]
+        parts = parts if self._memory.is_cuda else [part.clone() for part in parts]
         endings = [
             ranks.begin_gather(self._memory[bucket.part], part) for bucket, part in zip(buckets, parts, strict=True)
         ]
