@@ -9,7 +9,9 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from brimful.step.graphs.cache import GraphCache
 
@@ -58,3 +60,46 @@ class _Recorded:
     def replay(self) -> None:
         for output, found in zip(pytree.tree_leaves(self._outputs), pytree.tree_leaves(self._compute()), strict=True):
             output.copy_(found)
+
+
+class OperationRecorder(CpuRecorder):
+    """Records operations alone, as a GPU does: whatever the host decided or read meanwhile is the same at each replay.
+
+    Nothing is computed: what an operation wrote is put back.
+    """
+
+    def record(self, compute: Callable[[], Any]) -> tuple[Any, Any]:
+        if self.refusal is not None:
+            raise RuntimeError(self.refusal)
+        operations = _Operations()
+        with operations:
+            outputs = compute()
+        with torch.no_grad():
+            for tensor, before in operations.before.values():
+                tensor.copy_(before)
+        self.num_recorded += 1
+        return operations, outputs
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self._done: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument, given in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in given if isinstance(given, list) else [given]:
+                    self.before.setdefault(id(tensor), (tensor.detach(), tensor.detach().clone()))
+        out = func(*args, **(kwargs or {}))
+        self._done.append((func, args, kwargs or {}, out))
+        return out
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for func, args, kwargs, out in self._done:
+            found = func(*args, **kwargs)
+            for kept, new in zip(pytree.tree_leaves(out), pytree.tree_leaves(found), strict=True):
+                if isinstance(new, Tensor) and kept is not new:
+                    kept.detach().copy_(new)

@@ -33,8 +33,9 @@ _PADDED_TOKENS = 4096
 def evaluation_forward(built: Assembled, *, most_rows: int, note: Callable[[str], None]) -> Forward:
     """The forward pass of a model in training.
 
-    Captured where its steps are, in the memory of their graphs, and as large as has room there. Layers compiled for
-    training run as they are: compiling them for evaluation too would cost more than it saves.
+    Captured where its steps are, in the memory of their graphs, and as large as has room there; not where weights are
+    in parts of several processes, which would have to agree on each graph. Layers compiled for training run as they
+    are: compiling them for evaluation too would cost more than it saves.
 
     most_rows: sequences of an effective batch.
     """

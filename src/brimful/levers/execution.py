@@ -100,9 +100,8 @@ class ExecutionMode(Lever):
         if assembly.device.type != "cuda":
             because = f"graphs and fused kernels are for GPUs, and this runs on {assembly.device.type}"
             return Verdict(ok=False, because=because)
-        if assembly.num_ranks > 1 and not _captured_together(assembly):
-            because = "steps of several processes are captured where rows are packed and our kernels update weights"
-            return Verdict(ok=False, because=because)
+        if assembly.num_ranks > 1 and (why_not := _why_not_together(assembly)) is not None:
+            return Verdict(ok=False, because=why_not)
         if (why_not := _not_streamed_by_graphs(assembly)) is not None:
             return Verdict(ok=False, because=why_not)
         if assembly.training:
@@ -280,11 +279,13 @@ def _pays_in_parts(assembly: Assembly) -> bool:
     return assembly.precision.half is not None and saved_seconds(assembly) >= _COMPARE_S
 
 
-def _captured_together(assembly: Assembly) -> bool:
-    """Return whether a graph can hold what several processes send one another in a step."""
-    offloads = isinstance(assembly.options, TrainOptions) and assembly.options.optimizer_offload
-    in_graph = assembly.lever(Optimizer).fused or (_in_parts(assembly) and not offloads)
-    return in_graph and assembly.lever(Packing).packed
+def _why_not_together(assembly: Assembly) -> str | None:
+    """Return why no graph can hold what several processes send one another in a step; None where one can."""
+    if _in_parts(assembly) and isinstance(assembly.options, TrainOptions) and assembly.options.optimizer_offload:
+        return "weights in parts come from host memory, from which the host brings them"
+    if assembly.lever(Packing).packed and (assembly.lever(Optimizer).fused or _in_parts(assembly)):
+        return None
+    return "graphs of several processes are of packed rows, whose weights our kernels update or FSDP2 has in parts"
 
 
 def saved_seconds(assembly: Assembly) -> float:

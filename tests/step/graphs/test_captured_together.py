@@ -22,6 +22,7 @@ from forked_ranks import Forked
 from step.test_ranks import CPU, Case, trained
 
 SINGLE, SEVERAL = Case(), Case(tokens=48)
+PARTS, PARTS_OF_SEVERAL = (Case(sharding="parameters", adamw=True, tokens=tokens) for tokens in (None, 48))
 
 
 class Later:
@@ -87,6 +88,27 @@ def work(place: Place) -> list[Any]:
         except CaptureMemoryError as error:
             found.append(str(error))
         return found
+
+
+def work_in_parts(place: Place) -> list[Any]:
+    with pytest.MonkeyPatch.context() as patch, joined(place, CPU) as ranks:
+        patch.setattr(captured_step, "GraphPool", Pool)
+        patch.setattr(cache, "Graph", Replayed)
+        patch.setattr(CapturedStep, "_pieces", lambda *_: pytest.fail("pieces are captured"))
+        refused = {1: RuntimeError("not permitted")} if place.rank == 1 else {}
+        eager = [trained(ranks, case, rounds=2) for case in (PARTS, PARTS_OF_SEVERAL)]
+        return [*eager, run(ranks, PARTS, {}), run(ranks, PARTS_OF_SEVERAL, {}), run(ranks, PARTS, refused)]
+
+
+def test_weights_in_parts_are_captured_where_a_batch_is_one_micro_batch(tmp_path: Path) -> None:
+    """Of several, gradients are put in the place of none or added, which the host decides."""
+    for single, several, captured, launched, refused in Forked(tmp_path, 2, work_in_parts).results():
+        for eager, other in ((single, captured), (several, launched), (single, refused)):
+            assert torch.equal(torch.from_numpy(eager["weights"]), torch.from_numpy(other["weights"]))
+            assert eager["told"] == other["told"]
+        assert captured["recorded"] > 1
+        assert captured["notes"] == launched["notes"] == []
+        assert len(refused["notes"]) == 1
 
 
 def test_graphs_are_those_of_all_or_of_none(tmp_path: Path) -> None:

@@ -60,6 +60,21 @@ def learned(ranks: Ranks, left_in: str | None) -> tuple[Any, Any]:
     return [(each.loss, each.grad_norm) for each in told], weights
 
 
+def test_nobody_is_asked_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may have been refused by then."""
+    model = FAMILIES["llama"].model(3).train()
+    precision = Precision(value="fp32", device=CPU, reason="a test")
+    lever = Optimizer(value="sgd", sharding="parameters")
+    update: Any = lever.update(model, torch.full((9,), 0.1), precision, max_grad_norm=1.0)
+    used = [index != 1 for index in range(len(update.parameters))]
+    assert update._used_by_all(used) == used
+    monkeypatch.setattr("brimful.step.updates.fully_sharded.is_capturing", lambda: True)
+    monkeypatch.setattr(Ranks, "any", lambda *_: pytest.fail("another process is asked"))
+    assert update._used_by_all([False] * len(used)) == used
+    with pytest.raises(RuntimeError, match="used that no step before has used"):
+        update._used_by_all([True] * len(used))
+
+
 @pytest.mark.parametrize("left_in", ["forward", "backward"])
 def test_a_pass_that_was_left_leaves_nothing(left_in: str, tmp_path: Path) -> None:
     """Layers are in groups of two: some are whole, in the backward pass some of whose gradients were summed."""

@@ -54,7 +54,9 @@ class CapturedStep(Step):
         # An update has tables of gradients' addresses for so many graphs, and a shape may have two.
         # It keeps nothing of the step itself: graphs are freed with their step, not when Python looks for cycles.
         self._graphs = GraphCache(self.pool, what="steps", note=note, most=MOST_GRAPHS // 2, keep=self.update.captured)
-        self.update.record_with(GraphCache(self.pool, what="the optimizer's steps", note=note))
+        # In a memory of their own: the first graph of the other takes room for a whole step.
+        optimizers = GraphPool(self.device, 0)
+        self.update.record_with(GraphCache(optimizers, what="the optimizer's steps", note=note))
 
     @property
     def num_graphs(self) -> int:

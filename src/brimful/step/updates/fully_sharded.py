@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from brimful.hardware.capture import is_capturing
 from brimful.hardware.process_settings import give_back_freed_memory
 from brimful.hardware.ranks import Ranks
 from brimful.models.fsdp_hooks import forget_pass, is_of_fsdp
@@ -79,14 +80,27 @@ class FullyShardedUpdate(PartsUpdate):
     def reduce(self) -> None:
         """As `Update` has it; parts' gradients were summed in the backward passes, those of whole weights are here."""
         ranks, whole = self._shared_ranks, [self.loss]
-        used = ranks.any([parameter.grad is not None for parameter in self.parameters])
-        self._used |= {index for index, is_used in enumerate(used) if is_used}
+        used = self._used_by_all([parameter.grad is not None for parameter in self.parameters])
         for parameter, is_used in zip(self.parameters, used, strict=True):
             if is_used and starts_of(parameter) is None:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 whole.append(parameter.grad)
         sum_together(ranks, whole)
+
+    def _used_by_all(self, used: list[bool]) -> list[bool]:
+        """Return which parameters have a gradient in some process.
+
+        In a capture no process waits for another, which may be refused: what steps so far have used is taken, as each
+        shape ran before. Raises: RuntimeError if it is not all.
+        """
+        if not is_capturing():
+            found = self._shared_ranks.any(used)
+            self._used |= {index for index, is_used in enumerate(found) if is_used}
+            return found
+        if any(is_used and index not in self._used for index, is_used in enumerate(used)):
+            raise RuntimeError("a parameter is used that no step before has used")
+        return [index in self._used for index in range(len(used))]
 
     def _counts(self, index: int) -> bool:
         return self._shared_ranks.leads or starts_of(self.parameters[index]) is not None

@@ -29,6 +29,8 @@ class PartsUpdate(Update):
     gathers_state = True
     gathers_weights = True
     releases_together = True
+    #: Gradients of a micro-batch are put in the place of none, or added: the host decides, and no graph can.
+    captures_several = False
 
     def __init__(
         self, model: nn.Module, schedule: Tensor, *, max_grad_norm: float, scaled: bool, device: torch.device,

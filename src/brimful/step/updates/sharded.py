@@ -19,7 +19,6 @@ from brimful.step.state import ParameterState, StepState
 from brimful.step.updates.own_state import own_state, owned
 from brimful.step.updates.update import Update
 
-
 #: Numbers whose squares are summed in fp64 at once: of a part of a billion weights it would be 16 bytes for each.
 _SQUARED = 1 << 24
 

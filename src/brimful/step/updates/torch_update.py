@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from brimful.hardware.memory import CaptureMemoryError
 from brimful.step.state import ParameterState
 from brimful.step.updates.torchao_states import is_of_torchao, make_states
 from brimful.step.updates.update import Graphs, Update
@@ -112,6 +113,7 @@ class TorchUpdate(Update):
     def abandon(self) -> None:
         """As `Update` has it: gradients are what they were before the batch."""
         super().abandon()
+        self._clear_graphs()
         used = set(self._used)
         for parameter in self.parameters:
             if self._keeps_gradients and parameter in used and parameter.grad is not None:
@@ -137,13 +139,24 @@ class TorchUpdate(Update):
         """As `Update` has it."""
         self._graphs = graphs
 
+    def _clear_graphs(self) -> None:
+        if self._graphs is not None:
+            self._graphs.clear()
+
     def _graph_of(self, optimizer: torch.optim.Optimizer) -> Any:
-        """The graph of a step of the parameters that have a gradient; None where it is launched by the host."""
+        """The graph of a step of the parameters that have a gradient; None where it is launched by the host, as it is
+        where there is no memory for a graph."""
         if self._graphs is None or not self._is_recordable(optimizer):
             return None
         used = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         key = (id(optimizer), tuple((p.data_ptr(), p.grad.data_ptr()) for p in used if p.grad is not None))
-        return self._graphs.find(key, lambda _: optimizer.step()) if self._graphs.meet([key]) else None
+        if not self._graphs.meet([key]):
+            return None
+        try:
+            return self._graphs.find(key, lambda _: optimizer.step())
+        except CaptureMemoryError:
+            self._graphs.stop("there is no memory for a graph of them")
+            return None
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -163,6 +176,7 @@ class TorchUpdate(Update):
 
     def release(self) -> None:
         """As `Update` has it."""
+        self._clear_graphs()
         self._set_mode("eval")
 
     def _averaged(self) -> list[Tensor]:
@@ -188,8 +202,7 @@ class TorchUpdate(Update):
         return {name: ParameterState.of(state, p) for name, (state, p) in kept.items() if state}
 
     def _load_optimizer_state(self, state: Mapping[str, ParameterState], used: set[str]) -> None:
-        if self._graphs is not None:
-            self._graphs.clear()
+        self._clear_graphs()
         for optimizer in self._optimizers:
             optimizer.state.clear()
         self._used, self._num_prepared = [self.named[name] for name in self.named if name in used], 0

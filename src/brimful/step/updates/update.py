@@ -39,6 +39,10 @@ class Graphs(Protocol):
         """Drop all graphs: what they read is replaced."""
         ...
 
+    def stop(self, because: str | None = None) -> None:
+        """Record nothing from now on, and note why."""
+        ...
+
 
 class Update:
     """An optimizer over a model's trained parameters, with all that a step does around it.
