@@ -4,7 +4,8 @@ gradients by the weights that a step has in memory.
 A step is compared before it trains, and the comparison should not need more memory than the training: layers are
 recomputed by torch's own checkpointing, as Hugging Face does it, each gradient goes to host memory when it is complete
 (all at the end where they are gigabytes, and several times as much is free), and weights that are kept in half
-precision are wide a layer at a time. Passes are of half as many tokens as the step's: a token takes twice the bytes in fp32.
+precision are wide a layer at a time. Passes are of half as many tokens as the step's: a token takes twice the bytes in
+fp32.
 
 Layers whose weights are streamed are here, too: each comes for its turn, and the update takes its gradients.
 """
