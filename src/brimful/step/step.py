@@ -283,6 +283,10 @@ class Step:
     def stop_capturing(self) -> None:
         """Launch one kernel after another from now on."""
 
+    def keep_room(self) -> None:
+        """Have memory for a pass that no graph holds, where all processes take part in it, and end where it runs out in
+        one. All do so together. Unless overridden, nothing."""
+
     def accumulate(self, batch: Batch, index: int) -> Tensor:
         """Computes the gradient of one micro-batch, with those before it; its rows' losses, (S,), detached."""
         with self.settings(batch, index):

@@ -45,7 +45,7 @@ class Pool:
     """Records nothing at first. refusals: what captures of this process fail with, by their number."""
 
     refusals: dict[int, Exception] = {}
-    num_recorded = 0
+    num_recorded, is_full = 0, False
 
     def __init__(self, device: torch.device, most_tokens: int) -> None:
         self.device, self.caches = device, WeakSet[GraphCache]()
@@ -62,6 +62,9 @@ class Pool:
 
     def renew(self) -> None:
         pass
+
+    def lacks_room(self) -> bool:
+        return Pool.is_full
 
 
 def run(ranks: Any, case: Case, refusals: dict[int, Exception]) -> dict[str, Any]:
@@ -97,18 +100,23 @@ def work_in_parts(place: Place) -> list[Any]:
         patch.setattr(CapturedStep, "_pieces", lambda *_: pytest.fail("pieces are captured"))
         refused = {1: RuntimeError("not permitted")} if place.rank == 1 else {}
         eager = [trained(ranks, case, rounds=2) for case in (PARTS, PARTS_OF_SEVERAL)]
-        return [*eager, run(ranks, PARTS, {}), run(ranks, PARTS_OF_SEVERAL, {}), run(ranks, PARTS, refused)]
+        found = [*eager, run(ranks, PARTS, {}), run(ranks, PARTS_OF_SEVERAL, {}), run(ranks, PARTS, refused)]
+        Pool.is_full = place.rank == 1
+        patch.setattr(CapturedStep, "begin_compiling", lambda step, _: step.keep_room())  # before each step
+        return [*found, run(ranks, PARTS, {})]
 
 
 def test_weights_in_parts_are_captured_where_a_batch_is_one_micro_batch(tmp_path: Path) -> None:
     """Of several, gradients are put in the place of none or added, which the host decides."""
-    for single, several, captured, launched, refused in Forked(tmp_path, 2, work_in_parts).results():
-        for eager, other in ((single, captured), (several, launched), (single, refused)):
+    for single, several, captured, launched, refused, full in Forked(tmp_path, 2, work_in_parts).results():
+        for eager, other in ((single, captured), (several, launched), (single, refused), (single, full)):
             assert torch.equal(torch.from_numpy(eager["weights"]), torch.from_numpy(other["weights"]))
             assert eager["told"] == other["told"]
         assert captured["recorded"] > 1
         assert captured["notes"] == launched["notes"] == []
         assert len(refused["notes"]) == 1
+        assert full["recorded"] == 1
+        assert full["notes"] == ["steps run eagerly: there is no memory for other passes beside graphs"]
 
 
 def test_graphs_are_those_of_all_or_of_none(tmp_path: Path) -> None:

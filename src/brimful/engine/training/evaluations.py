@@ -47,6 +47,7 @@ class Evaluations:
             run.built.step.with_others(),
             ranks.pulse.pieces() if of_all else nullcontext(),
         ):
+            run.built.step.keep_room()
             found = evaluate_rows(
                 self._forward,
                 evaluation.tokens,
@@ -93,6 +94,8 @@ class Evaluations:
             step_of_all, ranks = run.built.step.update.gathers_weights, run.built.step.ranks
             together = ranks.together(Order.EVALUATE) if step_of_all else nullcontext()
             with evaluating(run.built.model), run.built.step.update.reading(), together, run.built.step.with_others():
+                if step_of_all:
+                    run.built.step.keep_room()
                 for rows, logits_MC in timed(predict(self._forward, evaluation.tokens), ranks):
                     scores.add(rows, run.prepared.task.answers(logits_MC))
             self._scores[step] = scores

@@ -190,6 +190,7 @@ class _Follower:
             if not step.update.gathers_weights:
                 send_part(self._forward, evaluation.tokens, self._ranks)
                 return
+            step.keep_room()
             for _ in timed(predict(self._forward, evaluation.tokens), self._ranks):  # all take part in each pass
                 pass
 

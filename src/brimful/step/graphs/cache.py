@@ -90,6 +90,12 @@ class GraphPool:
         self._graphs.add(graph)
         return graph, outputs
 
+    def lacks_room(self) -> bool:
+        """Return whether less is free beside the graphs than an eager pass of the largest shape takes, by the first."""
+        torch.cuda.empty_cache()
+        needed = self._measured_bytes * self._most_tokens // max(1, self._measured_tokens)
+        return device_free_bytes(self.device) < needed
+
     def renew(self) -> None:
         """As `Recorder` has it: torch gives the memory of a pool back when nothing is left in it."""
         self._measured_tokens = self._measured_bytes = self._workspace_bytes = 0

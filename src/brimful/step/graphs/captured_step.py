@@ -69,9 +69,17 @@ class CapturedStep(Step):
         if not self._graphs.enabled:
             return super().run(batch)
         if not self._graphs.meet(micro.shape for micro in batch.micro_batches):
+            self.keep_room()
             with self.pool.measured(max(micro.inputs.num_tokens for micro in batch.micro_batches)):
                 return super().run(batch)
         return self._replayed(batch) or super().run(batch)
+
+    def keep_room(self) -> None:
+        """As `Step` has it: capture no more, in all processes, where one has not the memory for a pass beside graphs."""
+        beside = self.is_shared and self.update.gathers_weights and len(self._graphs) > 0
+        if beside and any(self.ranks.any([self.pool.lacks_room()])):
+            self._graphs.free()
+            self._graphs.stop("there is no memory for other passes beside graphs")
 
     def _prepare(self, batch: Batch) -> None:
         """Compile kernels together, before the first pass."""
