@@ -75,7 +75,7 @@ class CapturedStep(Step):
         return self._replayed(batch) or super().run(batch)
 
     def keep_room(self) -> None:
-        """As `Step` has it: capture no more, in all processes, where one has not the memory for a pass beside graphs."""
+        """As `Step` has it: capture no more, in all processes, where one has no memory for a pass beside graphs."""
         beside = self.is_shared and self.update.gathers_weights and len(self._graphs) > 0
         if beside and any(self.ranks.any([self.pool.lacks_room()])):
             self._graphs.free()
