@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from brimful.core.errors import MemoryFullError
+from brimful.data.tokens.encoder import Tokens
 from brimful.step import recovery
+from brimful.step.forward import LayoutForward
+from brimful.step.precision import Precision
 from brimful.step.recovery import until_it_fits, whole_model_fits
+from step.test_step import CPU, PACKED, execution_of
+from tiny import FAMILIES
 
 
 class _Smallest:
@@ -57,3 +65,29 @@ def test_levers_are_named_where_a_model_does_not_fit(
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert raised.value.hint is not None
     assert raised.value.hint.startswith(said)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_window_that_others_take_part_in_is_not_computed_again(
+    monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    """They would be at another pass."""
+    precision, passes = Precision(value="fp32", device=CPU, reason="a test"), list[int]()
+    forward = LayoutForward(execution_of(FAMILIES["bert"].model()), PACKED, precision, batch_tokens=64, most_rows=4)
+    forward.is_shared, real = is_shared, forward._submit
+
+    def submitted(tokens: Any) -> Any:
+        passes.append(forward.most_tokens)
+        if len(passes) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(tokens)
+
+    monkeypatch.setattr(forward, "_submit", submitted)
+    ids, cut = np.array([3, 5, 7], dtype=np.int32), np.zeros(1, dtype=bool)
+    tokens = Tokens(ids=ids, offsets=np.array([0, 3]), types=None, truncated=cut)
+    if is_shared:
+        with pytest.raises(MemoryFullError, match="or other processes went on"):
+            forward.submit(tokens)
+    else:
+        forward.submit(tokens).result()
+    assert len(passes) == (1 if is_shared else 2)

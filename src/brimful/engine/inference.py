@@ -79,7 +79,7 @@ def evaluation_forward(built: Assembled, *, most_rows: int, note: Callable[[str]
             most_rows=1 if apart else most_rows,
             alike=alike,
         )
-    forward.compiled, forward.where = False, "evaluation"
+    forward.compiled, forward.where, forward.is_shared = False, "evaluation", step.update.gathers_weights
     return forward
 
 

@@ -65,10 +65,11 @@ class Forward:
 
     compiled: False to run layers as they were before they were compiled. where: what the pass is part of. hear: called
     with each time that memory ran out, once the window is under way. after_pass: called after each micro-batch; it may
-    raise, to leave a window undone. remedy: says what to do where one text does not fit.
+    raise, to leave a window undone. remedy: says what to do where one text does not fit. is_shared: whether other
+    processes take part in each pass: then none is computed again by one alone.
     """
 
-    compiled = True
+    compiled, is_shared = True, False
     where: Work = "classification"
     after_pass: Callable[[], None] | None = None
     remedy: HintOf | None = None
@@ -84,7 +85,7 @@ class Forward:
         raise NotImplementedError
 
     def submit(self, tokens: Tokens) -> PendingLogits:
-        """Launches the pass over all of a window's texts. Raises: MemoryFullError."""
+        """Launch the pass over all of a window's texts. Raises: MemoryFullError."""
         budget = _WindowBudget(self, int(tokens.lengths.max(initial=1)))
         device = self.precision.device
         work = partial(self._submit, tokens)
@@ -166,7 +167,7 @@ class _WindowBudget:
 
     def abandon(self) -> bool:
         self._forward.abandon()
-        return True
+        return not self._forward.is_shared
 
     def halve(self, *, in_capture: bool) -> bool:
         if self.most_tokens > self._longest and self._forward.limit_to(max(self.most_tokens // 2, self._longest)):

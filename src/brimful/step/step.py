@@ -283,9 +283,10 @@ class Step:
     def stop_capturing(self) -> None:
         """Launch one kernel after another from now on."""
 
-    def keep_room(self) -> None:
+    def keep_room(self, num_tokens: int = 0) -> None:
         """Have memory for a pass that no graph holds, where all processes take part in it, and end where it runs out in
-        one. All do so together. Unless overridden, nothing."""
+        one. All do so together. num_tokens: of the pass, if it may be larger than those before. Unless overridden,
+        nothing."""
 
     def accumulate(self, batch: Batch, index: int) -> Tensor:
         """Computes the gradient of one micro-batch, with those before it; its rows' losses, (S,), detached."""

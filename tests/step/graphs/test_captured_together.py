@@ -63,7 +63,10 @@ class Pool:
     def renew(self) -> None:
         pass
 
-    def lacks_room(self) -> bool:
+    def remember_pass(self, num_tokens: int) -> None:
+        pass
+
+    def lacks_room(self, num_tokens: int) -> bool:
         return Pool.is_full
 
 

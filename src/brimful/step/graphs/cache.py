@@ -56,6 +56,7 @@ class GraphPool:
     def __init__(self, device: torch.device, most_tokens: int = 0) -> None:
         self.device, self._most_tokens = device, most_tokens
         self._measured_tokens = self._measured_bytes = self._workspace_bytes = 0
+        self._pass_tokens = self._pass_bytes = 0  # of the largest eager pass
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
         self.caches: WeakSet[GraphCache] = WeakSet()
         self.handle = torch.cuda.graph_pool_handle()
@@ -90,22 +91,32 @@ class GraphPool:
         self._graphs.add(graph)
         return graph, outputs
 
-    def lacks_room(self) -> bool:
-        """Return whether less is free beside the graphs than an eager pass of the largest shape takes, by the first."""
+    def remember_pass(self, num_tokens: int) -> None:
+        """Take note of what the eager pass that was just made took of the device's memory, for `lacks_room`."""
+        if num_tokens >= self._pass_tokens:
+            self._pass_tokens, self._pass_bytes = num_tokens, self._idle_bytes(everywhere=True)
+
+    def lacks_room(self, num_tokens: int = 0) -> bool:
+        """Return whether less is free beside the graphs than the largest eager pass took, or one of so many tokens."""
         torch.cuda.empty_cache()
-        needed = self._measured_bytes * self._most_tokens // max(1, self._measured_tokens)
-        return device_free_bytes(self.device) < needed
+        more = max(1.0, num_tokens / max(1, self._pass_tokens))
+        return device_free_bytes(self.device) < more * self._pass_bytes
 
     def renew(self) -> None:
         """As `Recorder` has it: torch gives the memory of a pool back when nothing is left in it."""
         self._measured_tokens = self._measured_bytes = self._workspace_bytes = 0
         self.handle = torch.cuda.graph_pool_handle()
 
-    def _idle_bytes(self) -> int:
-        """Bytes that torch keeps for this stream and nothing uses: after a pass, what was used on the way."""
+    def _idle_bytes(self, *, everywhere: bool = False) -> int:
+        """Bytes that torch keeps for this stream and nothing uses: after a pass, what was used on the way. everywhere:
+        for any stream, outside of graphs."""
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
         place = (index, torch.cuda.current_stream(self.device).cuda_stream)
-        segments = (each for each in torch.cuda.memory_snapshot() if (each["device"], each["stream"]) == place)
+        segments = [each for each in torch.cuda.memory_snapshot() if each["device"] == index]
+        if everywhere:
+            segments = [each for each in segments if tuple(each["segment_pool_id"]) == (0, 0)]
+        else:
+            segments = [each for each in segments if (each["device"], each["stream"]) == place]
         return sum(each["total_size"] - each["allocated_size"] for each in segments)
 
     def _room_bytes(self) -> int:

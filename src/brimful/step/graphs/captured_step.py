@@ -50,6 +50,7 @@ class CapturedStep(Step):
         self._kernels_wait, self._probing = precompile, False
         self._compiling: Compiling | None = None
         self._kept: Callable[[], list[Tensor]] = list
+        self._room_for: tuple[int, int] | None = None  # graphs, and tokens of a pass, that there was room for
         self.pool = GraphPool(self.device, most_tokens)
         # An update has tables of gradients' addresses for so many graphs, and a shape may have two.
         # It keeps nothing of the step itself: graphs are freed with their step, not when Python looks for cycles.
@@ -68,16 +69,31 @@ class CapturedStep(Step):
         self._prepare(batch)
         if not self._graphs.enabled:
             return super().run(batch)
-        if not self._graphs.meet(micro.shape for micro in batch.micro_batches):
-            self.keep_room()
-            with self.pool.measured(max(micro.inputs.num_tokens for micro in batch.micro_batches)):
-                return super().run(batch)
+        is_new = not self._graphs.meet(micro.shape for micro in batch.micro_batches)
+        num_tokens = max(micro.inputs.num_tokens for micro in batch.micro_batches)
+        if is_new or (len(batch.micro_batches) > 1 and not self.update.captures_several):
+            self.keep_room(num_tokens)
+        if is_new:
+            with self.pool.measured(num_tokens):
+                pending = super().run(batch)
+            if self.update.gathers_weights:
+                self.pool.remember_pass(num_tokens)
+            return pending
         return self._replayed(batch) or super().run(batch)
 
-    def keep_room(self) -> None:
-        """As `Step` has it: capture no more, in all processes, where one has no memory for a pass beside graphs."""
-        beside = self.is_shared and self.update.gathers_weights and len(self._graphs) > 0
-        if beside and any(self.ranks.any([self.pool.lacks_room()])):
+    def keep_room(self, num_tokens: int = 0) -> None:
+        """As `Step` has it: capture no more, in all processes, where one has no memory for a pass beside graphs.
+
+        Asked once for each number of graphs, and of tokens where these are more than before.
+        """
+        if not (self.is_shared and self.update.gathers_weights and len(self._graphs)):
+            return
+        asked = (len(self._graphs), num_tokens)
+        if self._room_for is not None and asked[0] == self._room_for[0] and num_tokens <= self._room_for[1]:
+            return
+        self._room_for = asked
+        if any(self.ranks.any([self.pool.lacks_room(num_tokens)])):
+            self._wait()  # replays may be under way
             self._graphs.free()
             self._graphs.stop("there is no memory for other passes beside graphs")
 
@@ -165,8 +181,8 @@ class CapturedStep(Step):
         room, rows_S, failure = Pending.room(self.device), None, None
         try:
             rows_S = self._rows_room(micro)
-        except torch.OutOfMemoryError as error:  # others may be at the capture already
-            failure = error
+        except torch.OutOfMemoryError as error:  # others may be at the capture already, and do as where that fails
+            failure = CaptureMemoryError(str(error)) if self.is_shared else error
         key = ("whole", micro.shape, self.update.graph_kind())
         with self.settings(batch, 0):
             with self._changing_nothing(), self.update.recording(key):
