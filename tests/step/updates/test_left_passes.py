@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from brimful.core.place import Place
 from brimful.hardware.ranks import Ranks, joined
@@ -58,6 +59,30 @@ def learned(ranks: Ranks, left_in: str | None) -> tuple[Any, Any]:
     weights = torch.cat([together(p.detach()).flatten() for p in model.parameters()]).numpy()
     step.release()
     return [(each.loss, each.grad_norm) for each in told], weights
+
+
+def test_an_evaluation_leaves_nothing_whole(tmp_path: Path) -> None:
+    """A graph that is captured after it would take that for whole ever after, and read weights of that time."""
+
+    def work(place: Place) -> Any:
+        with joined(place, CPU) as ranks:
+            torch.set_num_threads(1)
+            model = FAMILIES["llama"].model(3).train()
+            task, targets = tasks()["single_label"]
+            precision = Precision(value="fp32", device=CPU, reason="a test")
+            lever = Optimizer(value="sgd", sharding="parameters")
+            update = lever.update(model, torch.full((9,), 0.1), precision, max_grad_norm=1.0)
+            step = Step(execution_of(model, "llama"), task, update, precision, seed=0, ranks=ranks)
+            step.meet()
+            batch = part_of(0, ranks, task, targets, PACKED)
+            step.run(batch).read()
+            with torch.inference_mode():
+                step.execution(batch.arrived(0).inputs, precision.context())
+            left_whole = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+            step.release()
+            return left_whole
+
+    assert Forked(tmp_path, 2, work).results() == [[], []]
 
 
 def test_nobody_is_asked_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
