@@ -1,7 +1,7 @@
 """The way that the host launches a step.
 
     eager     one kernel after another
-    fused     the same, with layers on our fused kernels: for weights in parts, where no graph is wanted
+    fused     the same, with layers on our fused kernels: for weights in parts that come from host memory
     captured  as CUDA graphs: cheap, and it always pays. In longer runs parts of padded layers are on our kernels
     compiled  captured, with layers on fused kernels, ours or torch.compile's. Where ours cover them, they are recorded
               in tenths of a second; otherwise it takes seconds, and pays in long runs
