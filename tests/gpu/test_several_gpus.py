@@ -78,9 +78,24 @@ def words_of(inputs: tuple[Path, Path], output: Path, *more: str) -> list[str]:
     return ["train", data, "--model", model, "--output", str(output), *ASK, *more]
 
 
-def execution(output: Path) -> str:
+def lever(output: Path, name: str) -> dict[str, Any]:
     recipe = json.loads((output / "run.json").read_text())["recipe"]["levers"]
-    return next(str(lever["value"]) for lever in recipe if lever["name"] == "execution")
+    return next(each for each in recipe if each["name"] == name)
+
+
+def execution(output: Path) -> str:
+    return str(lever(output, "execution")["value"])
+
+
+def by_copies(output: Path) -> bool:
+    return "by copies between" in lever(output, "processes")["reason"]
+
+
+def linked() -> bool:
+    """Whether NVLink joins the two GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")  # as in a run's own processes
+        return not why_not_linked(2)
 
 
 @pytest.mark.parametrize("budget", ["32768", "512"], ids=["one micro-batch", "several"])
@@ -118,10 +133,7 @@ def test_parts_are_whole_in_checkpoints(train: Train, tmp_path: Path, precision:
             levers = {each["name"]: each for each in json.loads((output / "run.json").read_text())["recipe"]["levers"]}
             if gpus == 2:
                 assert levers["sharding"]["value"] == "states"
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setenv("LOCAL_WORLD_SIZE", "2")  # as in the run's own processes
-                    copied = not more and not why_not_linked(2)
-                assert ("by copies between" in levers["processes"]["reason"]) == copied
+                assert by_copies(output) == (not more and linked())
             else:
                 assert "sharding" not in levers
         tolerance = 1e-3 if precision == "fp32" else 5e-2
@@ -148,11 +160,15 @@ def test_compiled_in_bf16_learns_what_one_does(train: Train, tmp_path: Path, mor
         ("compiled", ()),
         ("compiled", ("--gradient-checkpointing", "full")),
         ("compiled", ("--token-budget", "512")),
+        ("compiled", ("--no-peer-copies",)),
         ("captured", ()),
         ("fused", ()),
         ("eager", ()),
     ],
-    ids=["compiled", "compiled, computed again", "compiled, several micro-batches", "captured", "fused", "eager"],
+    ids=[
+        *("compiled", "compiled, computed again", "compiled, several micro-batches", "compiled, sent", "captured"),
+        *("fused", "eager"),
+    ],
 )
 @pytest.mark.parametrize(("precision", "tolerance", "rate"), [("fp32", 1e-3, "1e-3"), ("bf16", 5e-2, "2e-4")])
 def test_weights_in_parts_learn_what_one_does(
@@ -174,6 +190,7 @@ def test_weights_in_parts_learn_what_one_does(
         one = train(tmp_path / f"{family} of one", 1, *ask, "--execution", "eager", given=(rows, model))
         train(output, 2, *in_parts, "--max-steps", "20", given=(rows, model))
         assert execution(output) == mode
+        assert by_copies(output) == ("--no-peer-copies" not in more and linked())
         captured = json.loads((output / "run.json").read_text())["compilations"]["captured"]
         of_one = mode in ("captured", "compiled") and "--token-budget" not in more
         assert (captured > 0) == of_one  # or a capture was refused

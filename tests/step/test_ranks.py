@@ -21,7 +21,7 @@ from brimful.hardware.ranks import ALONE, Ranks, joined
 from brimful.levers import optimizer as optimizers
 from brimful.levers.optimizer import Optimizer
 from brimful.step.precision import Precision
-from brimful.step.reduce import buckets
+from brimful.step.reduce import buckets, layer_copies
 from brimful.step.reduce.buckets import Bucket, Overlap
 from brimful.step.state import Part, StepState, whole_of
 from brimful.step.step import Step
@@ -121,8 +121,13 @@ OF_COUNTS = {
 }
 
 
-def trained(ranks: Ranks, case: Case, make: Callable[..., Step] = Step, rounds: int = 1) -> dict[str, Any]:
-    """Four steps of SGD in fp64, whose weights then hold their gradients; of AdamW in fp32 where it is ours."""
+def trained(
+    ranks: Ranks, case: Case, make: Callable[..., Step] = Step, rounds: int = 1, memory: Path | None = None
+) -> dict[str, Any]:
+    """Four steps of SGD in fp64, whose weights then hold their gradients; of AdamW in fp32 where it is ours.
+
+    memory: a folder of what processes reach of one another's, None to send.
+    """
     torch.set_num_threads(1)
     task, targets = tasks()[case.kind]
     model = FAMILIES["bert"].model(3).train()
@@ -138,10 +143,13 @@ def trained(ranks: Ranks, case: Case, make: Callable[..., Step] = Step, rounds: 
         parts = ranks.count if case.fused and case.sharding == "states" else 1
         optimizer = replace(optimizer, sharding=case.sharding, savings=savings, parts=parts)
     update = optimizer.update(model, torch.full((9,), 0.1), precision, max_grad_norm=1.0)
+    if memory is not None:
+        update.find_peers = lambda ranks, _: (FilePeers(ranks, memory), "")
     execution = execution_of(model, packed=case.packed)
     step = make(
         execution, task, update, precision, seed=0, ranks=ranks, half_wire=case.half, overlap=case.overlap
     )  # fmt: skip
+    assert step.meet() == ""
     layout = PACKED if case.packed else PADDED
     layout = layout if case.tokens is None else layout.limited(case.tokens, 40)
     outcomes = []
@@ -198,6 +206,46 @@ def test_several_processes_learn_what_one_does(count: int, tmp_path: Path) -> No
             assert difference(each["weights"], expected["weights"]) < weights, case
             np.testing.assert_allclose(each["told"], expected["told"], rtol=told)
             assert np.array_equal(each["weights"], found[0][number]["weights"])
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("count", [2, 3])
+def test_copies_of_weights_in_parts_are_what_is_sent(count: int, tmp_path: Path) -> None:
+    """To the bit in two processes; three sum in another order. A table of words that is too large is sent."""
+    cases = OF_WEIGHTS[:3] if count == 2 else OF_WEIGHTS[::2][:2]
+
+    def work(place: Place) -> list[list[dict[str, Any]]]:
+        copied = set[torch.dtype]()
+        fetch, put = layer_copies.WeightCopies.__call__, layer_copies.GradientCopies.__call__
+
+        def fetching(self: Any, **given: Any) -> None:
+            copied.add(given["output_tensor"].dtype)
+            fetch(self, **given)
+
+        def putting(self: Any, **given: Any) -> None:
+            assert given["input_tensor"].dtype in copied
+            put(self, **given)
+
+        found = []
+        with pytest.MonkeyPatch.context() as patch, joined(place, CPU) as ranks:
+            patch.setattr(layer_copies.WeightCopies, "__call__", fetching)
+            patch.setattr(layer_copies.GradientCopies, "__call__", putting)
+            patch.setattr(layer_copies, "MOST_BYTES", 1 << 14)
+            for number, case in enumerate(cases):
+                sent = trained(ranks, case)
+                assert not copied
+                found.append([sent, trained(ranks, case, memory=tmp_path / str(number))])
+                assert copied == ({torch.bfloat16, torch.float32} if case.bf16 else {torch.float64})
+                copied.clear()
+        return found
+
+    for of_rank in Forked(tmp_path / "logs", count, work).results():
+        for case, (sent, copied) in zip(cases, of_rank, strict=True):
+            if count == 2:
+                assert np.array_equal(copied["weights"], sent["weights"]), case
+                assert copied["told"] == sent["told"]
+            else:
+                assert difference(copied["weights"], sent["weights"]) < (1e-4 if case.bf16 else STEP_FP64), case
 
 
 def test_buckets_are_begun_in_one_order_as_gradients_complete() -> None:

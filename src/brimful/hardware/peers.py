@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from brimful.core.errors import DeviceError, first_line
+from brimful.core.errors import DeviceError, OptionError, first_line
 from brimful.core.place import find_local_count
 from brimful.hardware.pulse import system_name
 from brimful.hardware.ranks import Ranks
@@ -126,6 +126,21 @@ def peers_of(ranks: Ranks, device: torch.device) -> tuple[PeerGpus | None, str]:
     if any(ranks.any([bool(said)])):
         return None, f"GPUs do not reach one another's memory ({said or 'in another process'})"
     return peers, ""
+
+
+def peers_for(
+    find: Callable[[Ranks, torch.device], tuple[Peers | None, str]], ranks: Ranks, device: torch.device, *, must: bool
+) -> tuple[Peers | None, str]:
+    """Return the peers that are found, or None and what users are to be warned of. All processes ask at once.
+
+    must: whether to end where there are none, by the process that leads. Raises: OptionError then, in all.
+    """
+    peers, why = find(ranks, device)
+    if peers is not None:
+        return peers, ""
+    if ranks.spread("must" if must else ""):
+        raise OptionError(f"--peer-copies does not work here: {why}", hint="leave it out")
+    return None, f"gradients and weights are sent by NCCL and not copied: {why}; --no-peer-copies does not try"
 
 
 def others_of(rank: int, count: int) -> list[int]:

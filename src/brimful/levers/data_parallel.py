@@ -15,6 +15,7 @@ from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.packing import Packing
 from brimful.levers.sharding import OF_WEIGHTS, Sharding, fuses
 from brimful.levers.tensor_parallel import TensorParallel
+from brimful.levers.update_memory import asked_savings
 from brimful.models.model_stats import layers_of
 
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
@@ -86,11 +87,10 @@ class DataParallel(Lever):
             reason += " a share of a batch's tokens, and gradients are summed after the backward pass"
             return cls(value=str(groups), reason=reason, count=groups, overlap=False)
         if sharding is not None and sharding.value in OF_WEIGHTS:
-            return cls(
-                value=str(assembly.num_ranks), reason=f"{reason} layer by layer", count=assembly.num_ranks, half=half
-            )
-        reason += ", by copies between the GPUs' memory," if copies else ""
-        reason += " beside the backward pass" if overlap else " after the backward pass, in which layers run twice"
+            overlap, said = True, " layer by layer"
+        else:
+            said = " beside the backward pass" if overlap else " after the backward pass, in which layers run twice"
+        reason += f", by copies between the GPUs' memory,{said}" if copies else said
         return cls(
             value=str(assembly.num_ranks),
             reason=f"{reason}; by NCCL, as {why_sent}" if why_sent else reason,
@@ -109,7 +109,7 @@ class DataParallel(Lever):
 
 
 def _copies(assembly: Assembly) -> tuple[bool, str]:
-    """Return whether to copy between GPUs' memory, and why not where our kernels update parts that could be copied.
+    """Return whether to copy between GPUs' memory, and why not where parts are sent that could be copied.
 
     Raises: OptionError where copies were asked for and have no place.
     """
@@ -117,10 +117,14 @@ def _copies(assembly: Assembly) -> tuple[bool, str]:
     assert isinstance(options, TrainOptions)
     if options.peer_copies is False:
         return False, ""
-    by_parts = sharding is not None and sharding.value == "states" and fuses(assembly)
+    cut = "none" if sharding is None else sharding.value
+    by_layers = cut == "parameters" and _on_gpus(assembly)
+    by_parts = by_layers or (cut == "states" and fuses(assembly))
     why = ""
     if not by_parts:
-        why = "they are for weights that our kernels update by parts, on GPUs with --sharding states"
+        why = "they are for GPUs, with --sharding parameters, or states that our kernels update"
+    elif by_layers and asked_savings(options) is not None:
+        why = "weights come from host memory for their turn"
     elif options.reduce_dtype == "bf16":
         why = "they move gradients to be summed in fp32, and --reduce-dtype is bf16"
     elif options.memory_limit is not None:
@@ -131,6 +135,10 @@ def _copies(assembly: Assembly) -> tuple[bool, str]:
         return True, ""
     why_not = why or why_not_linked(assembly.num_ranks)
     return not why_not, why_not if by_parts else ""
+
+
+def _on_gpus(assembly: Assembly) -> bool:
+    return assembly.device.type == "cuda"
 
 
 def _runs_layers_twice(assembly: Assembly) -> bool:

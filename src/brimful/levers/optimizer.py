@@ -275,9 +275,12 @@ class Optimizer(Lever):
                 )
             if self.sharding == "parameters":
                 half = precision.half if self.copies else None
-                return FullyShardedUpdate(
+                parts = FullyShardedUpdate(
                     model, schedule, device=precision.device, offload=offload, product_dtype=half, **cut
                 )
+                if self.by_copies:
+                    parts.find_peers, parts.must_copy = peers_of, self.must_copy
+                return parts
             return ShardedUpdate(model, schedule, scatters_gradients=self.sharding == "gradients", **cut)
         if self.fused:
             kind = FusedAdamW if self.sharding == "none" else FusedShardedAdamW

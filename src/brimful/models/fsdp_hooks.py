@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 #: What torch 2.11 to 2.13 note of a pass: of the whole model, of what is sent, and of a group of weights.
 _OF_PASS = {"iter_forward_root": None, "post_backward_final_callback_queued": False}
@@ -50,9 +52,8 @@ def forget_pass(model: nn.Module) -> None:
     torch's own `reset_iter_state`, of 2.13, waits for what was sent. Of a capture that was refused nothing was.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
-    states = {id(state): state for m in model.modules() if (state := _get_module_fsdp_state(m)) is not None}
+    states = {id(state): state for m in model.modules() if (state := _state_of(m)) is not None}
     for state in states.values():
         state._training_state = TrainingState.IDLE
         state._modules_to_run_forward.clear()
@@ -60,7 +61,7 @@ def forget_pass(model: nn.Module) -> None:
         _set(state._comm_ctx, _OF_SENT)
         for name in _LISTS_OF_SENT:
             getattr(state._comm_ctx, name, []).clear()
-        for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):
+        for group in _groups_of(state):
             _set(group, _OF_GROUP)
             group._training_state = TrainingState.IDLE
             group._post_forward_indices.clear()
@@ -69,6 +70,50 @@ def forget_pass(model: nn.Module) -> None:
                 if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
                     whole.grad = None
             group._to_sharded()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """What is sent of a module whose weights are in parts: bytes of its whole weights, and the half precision that they
+    and their gradients are in on their way, None where that is their own."""
+
+    num_bytes: int
+    half: torch.dtype | None
+
+
+def sent_of(module: nn.Module) -> Sent:
+    """Return what is sent of a module that FSDP2 cuts: nothing where all of its weights are parts of other modules'."""
+    num_bytes, half = 0, None
+    for group in _groups_of(_state_of(module)):
+        half, count = group.mp_policy.param_dtype, group.mesh_info.shard_mesh_size
+        for each in group.fsdp_params:
+            dtype = half or each.sharded_param.dtype
+            num_bytes += each.padded_sharded_param_size.numel() * count * dtype.itemsize
+    return Sent(num_bytes=num_bytes, half=half)
+
+
+def await_copied_out(module: nn.Module, memory: Tensor) -> None:
+    """Have what is launched next come after whole weights that last arrived in a memory were copied out of it.
+
+    torch gives memory that a group arrived in to the next group but one, and waits for that alone. A pass that leaves
+    groups out comes back to the same memory sooner.
+    """
+    context = _state_of(module)._comm_ctx
+    last = context.all_gather_state
+    if last is None or last.event is None or last.all_gather_result.all_gather_output.data_ptr() != memory.data_ptr():
+        return
+    context.device_handle.current_stream().wait_event(last.event)
+
+
+def _state_of(module: nn.Module) -> Any:
+    from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
+    return _get_module_fsdp_state(module)
+
+
+def _groups_of(state: Any) -> Sequence[Any]:
+    found = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12
+    return found or [group for group in [getattr(state, "_fsdp_param_group", None)] if group is not None]
 
 
 def _set(owner: Any, values: dict[str, Any]) -> None:

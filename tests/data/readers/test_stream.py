@@ -629,7 +629,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     sizes = [file.stat().st_size for file in files]
     small = put(tmp_path / "small.csv", "text\na\n")
     command = [sys.executable, "-c", MEASURED, small, *map(str, files)]
-    # pyarrow's allocator keeps freed pages for some ms, as many as the machine is busy: here it gives them back at once.
+    # Freed pages stay with pyarrow's allocator for some ms, which the machine's load decides: here, for none.
     environment = {**os.environ, "MIMALLOC_PURGE_DELAY": "0"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
     for size, line in zip(sizes, done.stdout.splitlines(), strict=True):

@@ -188,11 +188,13 @@ def test_copies_without_memory_of_others_are_refused_by_all(
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("cut", ["states", "parameters"])
 def test_gpus_that_turn_out_not_to_reach_one_another_send(
-    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cut: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They learn what others do, and the first process says it; it alone looks at what joins them."""
-    ask = asked(files, tmp_path / "run", "--max-steps", "2")
+    monkeypatch.setattr(data_parallel, "_on_gpus", lambda _: True)
+    ask = asked(files, tmp_path / "run", "--max-steps", "2", "--sharding", cut)
     monkeypatch.setattr(data_parallel, "why_not_linked", lambda _: "" if os.environ["RANK"] == "0" else "another host")
     assert start(tmp_path / "logs", *ask).results() == [0, 0]
     assert "by copies between the GPUs' memory" in processes(tmp_path / "run")

@@ -14,7 +14,7 @@ Source: Zhao et al. 2023, arXiv 2304.11277; Rajbhandari et al. 2020, arXiv 1910.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,11 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from brimful.hardware.capture import is_capturing
+from brimful.hardware.peers import Peers, peers_for
 from brimful.hardware.process_settings import give_back_freed_memory
 from brimful.hardware.ranks import Ranks
 from brimful.models.fsdp_hooks import forget_pass, is_of_fsdp
 from brimful.models.model_stats import layers_of, linear_parameters
 from brimful.models.tensor_plan import local, starts_of
+from brimful.step.reduce.layer_copies import send_by_copies
 from brimful.step.updates.parts import PartsUpdate, sum_together
 
 #: Most bytes of the weights of several layers that are put together at once, and the fewest groups of a model's layers.
@@ -43,6 +45,10 @@ class FullyShardedUpdate(PartsUpdate):
 
     #: A second use's cast would be the first's, whose gradient then comes after its weight was summed: a pooler's.
     casts_once = False
+    #: Finds memory of the other processes, for copies there instead of what NCCL sends; None to send.
+    find_peers: Callable[[Ranks, torch.device], tuple[Peers | None, str]] | None = None
+    #: Whether to end where there is none, and not to send: by the process that leads.
+    must_copy = False
 
     def __init__(
         self, model: nn.Module, schedule: Tensor, *, offload: bool, product_dtype: torch.dtype | None = None,
@@ -52,14 +58,26 @@ class FullyShardedUpdate(PartsUpdate):
         self._offload, self._product_dtype = offload, product_dtype
         self._classes: list[tuple[nn.Module, type]] = []
         self._last: Any = None  # a layer of the last group
+        self._roots: list[list[nn.Module]] = []  # what is cut, in the order of a pass, by the module that this calls
 
     def _cut(self, ranks: Ranks, *, half: bool) -> None:
         self._classes = [(module, type(module)) for module in self.model.modules()]
         groups = layer_groups(list(layers_of(self.model) or ()))
         dtype = None if self._offload else self._product_dtype
-        _cut(self.model, groups, ranks, self.device, half=half, offload=self._offload, product_dtype=dtype)
+        given: dict[str, Any] = {"half": half, "offload": self._offload, "product_dtype": dtype}
+        self._roots = _cut(self.model, groups, ranks, self.device, **given)
         trains = any(p.requires_grad for group in groups[-1:] for layer in group for p in layer.parameters())
         self._last = groups[-1][-1] if trains else None
+
+    def meet(self) -> str:
+        """As `Update` has it: with `find_peers`, what FSDP2 sends is copied. Raises: what `peers_for` raises."""
+        if self.find_peers is None:
+            return ""
+        peers, warning = peers_for(self.find_peers, self._shared_ranks, self.device, must=self.must_copy)
+        if peers is not None:
+            for modules in self._roots:
+                send_by_copies(modules, peers, self._shared_ranks)
+        return warning
 
     def before(self) -> None:
         """As `Update` has it. The last layers stay whole after this forward pass: theirs is the next turn, too."""
@@ -152,9 +170,10 @@ def _whole_beside(model: nn.Module, groups: Sequence[list[nn.Module]]) -> set[nn
 def _cut(
     model: Any, groups: Sequence[list[nn.Module]], ranks: Ranks, device: torch.device, *, half: bool, offload: bool,
     product_dtype: torch.dtype | None,
-) -> None:  # fmt: skip
+) -> list[list[nn.Module]]:  # fmt: skip
     """Shard groups of layers, each module beside them, which may be called by itself, the rest, and the head's
-    modules. product_dtype: that layers' weights are sent in."""
+    modules. Return them in the order of a pass, by the module that it calls. product_dtype: that layers' weights are
+    sent in."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -194,3 +213,5 @@ def _cut(
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
     give_back_freed_memory()  # the whole weights that each process had loaded
+    cut = {id(module) for module in (base, *around, *(group[0] for group in groups))}
+    return [[module for module in base.modules() if id(module) in cut], *([head] for head in heads)]

@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brimful.core.errors import OptionError
 from brimful.data.batches.packing import round_up
 from brimful.hardware.memory import release_unused
-from brimful.hardware.peers import PeerMemory, Peers
+from brimful.hardware.peers import PeerMemory, Peers, peers_for
 from brimful.hardware.ranks import Ranks
 from brimful.measurement.memory import Kept
 from brimful.step.reduce.buckets import Bucket
@@ -90,11 +89,9 @@ class FusedShardedAdamW(FusedAdamW):
         if self.find_peers is None:
             return ""
         ranks = self._sums.ranks
-        peers, why = self.find_peers(ranks, self.device)
+        peers, warning = peers_for(self.find_peers, ranks, self.device, must=self.must_copy)
         if peers is None:
-            if ranks.spread("must" if self.must_copy else ""):
-                raise OptionError(f"--peer-copies does not work here: {why}", hint="leave it out")
-            return f"gradients and weights are sent by NCCL and not copied: {why}; --no-peer-copies does not try"
+            return warning
         self._sums.remove()
         gradients = self._move_to_peers(peers)
         if ranks.count == 2:
