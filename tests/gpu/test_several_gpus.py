@@ -92,7 +92,7 @@ def by_copies(output: Path) -> bool:
 
 
 def linked() -> bool:
-    """Whether NVLink joins the two GPUs."""
+    """True where NVLink joins the two GPUs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "2")  # as in a run's own processes
         return not why_not_linked(2)
@@ -160,14 +160,18 @@ def test_compiled_in_bf16_learns_what_one_does(train: Train, tmp_path: Path, mor
         ("compiled", ()),
         ("compiled", ("--gradient-checkpointing", "full")),
         ("compiled", ("--token-budget", "512")),
-        ("compiled", ("--no-peer-copies",)),
+        ("compiled", ("--peer-copies",)),
+        ("compiled", ("--peer-copies", "--token-budget", "512")),
+        ("captured", ("--peer-copies",)),
+        ("eager", ("--peer-copies",)),
         ("captured", ()),
         ("fused", ()),
         ("eager", ()),
     ],
     ids=[
-        *("compiled", "compiled, computed again", "compiled, several micro-batches", "compiled, sent", "captured"),
-        *("fused", "eager"),
+        *("compiled", "compiled, computed again", "compiled, several micro-batches"),
+        *("compiled, copied", "several micro-batches, copied", "captured, copied", "eager, copied"),
+        *("captured", "fused", "eager"),
     ],
 )
 @pytest.mark.parametrize(("precision", "tolerance", "rate"), [("fp32", 1e-3, "1e-3"), ("bf16", 5e-2, "2e-4")])
@@ -190,7 +194,7 @@ def test_weights_in_parts_learn_what_one_does(
         one = train(tmp_path / f"{family} of one", 1, *ask, "--execution", "eager", given=(rows, model))
         train(output, 2, *in_parts, "--max-steps", "20", given=(rows, model))
         assert execution(output) == mode
-        assert by_copies(output) == ("--no-peer-copies" not in more and linked())
+        assert by_copies(output) == ("--peer-copies" in more)
         captured = json.loads((output / "run.json").read_text())["compilations"]["captured"]
         of_one = mode in ("captured", "compiled") and "--token-budget" not in more
         assert (captured > 0) == of_one  # or a capture was refused

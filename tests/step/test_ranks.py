@@ -219,6 +219,7 @@ def test_copies_of_weights_in_parts_are_what_is_sent(count: int, tmp_path: Path)
         fetch, put = layer_copies.WeightCopies.__call__, layer_copies.GradientCopies.__call__
 
         def fetching(self: Any, **given: Any) -> None:
+            assert given["output_tensor"].nbytes <= layer_copies.MOST_BYTES
             copied.add(given["output_tensor"].dtype)
             fetch(self, **given)
 

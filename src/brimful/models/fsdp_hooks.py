@@ -74,8 +74,8 @@ def forget_pass(model: nn.Module) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """What is sent of a module whose weights are in parts: bytes of its whole weights, and the half precision that they
-    and their gradients are in on their way, None where that is their own."""
+    """A module's whole weights, as they are sent: their bytes, and the half precision that they and their gradients are
+    in on their way, None where that is their own."""
 
     num_bytes: int
     half: torch.dtype | None

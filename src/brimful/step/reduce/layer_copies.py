@@ -1,4 +1,4 @@
-"""What weights in parts (FSDP2) send, as copies between the memory of processes instead of by NCCL.
+"""Copies between the memory of processes, instead of what NCCL sends of weights in parts (FSDP2).
 
     weights      each process puts its part of a group of layers into memory that all reach, and fetches the others'
     gradients    each puts what the others sum into their memory, and sums its own part in fp32
