@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,17 +92,37 @@ def sent_of(module: nn.Module) -> Sent:
     return Sent(num_bytes=num_bytes, half=half)
 
 
-def await_copied_out(module: nn.Module, memory: Tensor) -> None:
-    """Have what is launched next come after whole weights that last arrived in a memory were copied out of it.
+def is_awaited(modules: Iterable[nn.Module], memory: Tensor) -> bool:
+    """Return whether whole weights of one of these modules arrive in a memory, and nothing has copied them out yet."""
+    results = (group._all_gather_result for module in modules for group in _groups_of(_state_of(module)))
+    return any(result is not None and _is_in(result, memory) for result in results)
 
-    torch gives memory that a group arrived in to the next group but one, and waits for that alone. A pass that leaves
-    groups out comes back to the same memory sooner.
-    """
-    context = _state_of(module)._comm_ctx
-    last = context.all_gather_state
-    if last is None or last.event is None or last.all_gather_result.all_gather_output.data_ptr() != memory.data_ptr():
-        return
-    context.device_handle.current_stream().wait_event(last.event)
+
+def is_read(module: nn.Module, memory: Tensor) -> bool:
+    """Return whether whole weights may be copied out of a memory yet, which nothing that is launched waits for."""
+    last = _last_read(module)
+    return last is not None and _is_in(last.all_gather_result, memory)
+
+
+def await_read(module: nn.Module, memory: Tensor) -> None:
+    """Have what is launched next come after whole weights were copied out of a memory."""
+    if is_read(module, memory) and (event := _last_read(module).event) is not None:
+        _state_of(module)._comm_ctx.device_handle.current_stream().wait_event(event)
+
+
+def forget_cut(model: nn.Module) -> None:
+    """Have modules forget that FSDP2 has cut them, and what they send by."""
+    for module in model.modules():
+        for name in [name for name in vars(module) if name.startswith(STATE_OF_FSDP)]:
+            delattr(module, name)
+
+
+def _last_read(module: nn.Module) -> Any:
+    return _state_of(module)._comm_ctx.all_gather_state
+
+
+def _is_in(result: Any, memory: Tensor) -> bool:
+    return bool(result.all_gather_output.data_ptr() == memory.data_ptr())
 
 
 def _state_of(module: nn.Module) -> Any:

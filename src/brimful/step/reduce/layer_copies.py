@@ -7,13 +7,15 @@ Copy engines make them, and leave multiprocessors to the model. Gradients in hal
 the bytes of fp32, and their sums are those of fp32.
 
 Both are what `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` of torch 2.11 to 2.13 ask for. torch
-calls them in the order of the pass, each on a stream of its own, and waits for what was sent before it goes on.
+calls them in the order of the pass, the same in all processes, each kind on a stream of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,73 +24,88 @@ from torch import Tensor, nn
 from brimful.data.batches.packing import round_up
 from brimful.hardware.peers import PeerMemory, Peers, others_of
 from brimful.hardware.ranks import Ranks
-from brimful.models.fsdp_hooks import Sent, await_copied_out, sent_of
+from brimful.models.fsdp_hooks import Sent, await_read, is_awaited, is_read, sent_of
 
-#: Most bytes of a group of weights that are copied. NCCL sends a larger one, a table of words: the memory that it would
-#: be copied to stays for as long as the training does.
-MOST_BYTES = 1 << 29
-#: Memories that groups of weights arrive in, one after the other: one is read from while the next one arrives.
+#: Memories that groups of weights arrive in: one is read from while the next group arrives in another.
 _IN_TURN = 2
 #: Bytes that what each process sends begins at a multiple of.
 _ALIGNMENT = 256
 
 
-def send_by_copies(modules: Sequence[nn.Module], peers: Peers, ranks: Ranks) -> None:
+def send_by_copies(modules: Sequence[nn.Module], peers: Peers, ranks: Ranks, layers: Sequence[nn.Module]) -> None:
     """Have what FSDP2 sends for these modules copied. By all processes at once.
 
-    modules: those of one root, about in the order that a pass calls them in.
+    modules: those that one call of a pass reaches. layers: of these, one of each group of layers. What is larger than
+    all of them, a table of words, is left to NCCL: its memory would stay for as long as the training does.
     """
-    sent = {module: found for module in modules if 0 < (found := sent_of(module)).num_bytes <= MOST_BYTES}
+    sent = {module: found for module in modules if (found := sent_of(module)).num_bytes}
     if not sent:
         return
-    most = max(each.num_bytes for each in sent.values())
-    weights = [peers.zeros(most, torch.uint8) for _ in range(_IN_TURN)]
+    most = max(sent[module].num_bytes for module in [each for each in layers if each in sent] or sent)
+    sent = {module: each for module, each in sent.items() if each.num_bytes <= most}
+    weights = [peers.zeros(most, torch.uint8) for _ in range(min(_IN_TURN, len(sent)))]
     part_bytes = round_up(most // ranks.count, _ALIGNMENT)
     gradients = peers.zeros(part_bytes * (ranks.count - 1), torch.uint8)
-    for number, (module, each) in enumerate(sent.items()):
+    for module, each in sent.items():
         changed: Any = module
-        changed.set_custom_all_gather(WeightCopies(module, weights[number % _IN_TURN], ranks))
+        changed.set_custom_all_gather(WeightCopies(module, list(sent), weights, ranks))
         changed.set_custom_reduce_scatter(GradientCopies(each, gradients, part_bytes, ranks))
 
 
 class WeightCopies:
-    """A group's weights of all processes, put together in `memory`: an `AllGather` of FSDP2."""
+    """A module's whole weights, put together in one of the memories: an `AllGather` of FSDP2.
 
-    def __init__(self, module: nn.Module, memory: PeerMemory, ranks: Ranks) -> None:
-        self._module, self._memory, self._ranks = module, memory, ranks
+    modules: all that use these memories.
+    """
+
+    def __init__(
+        self, module: nn.Module, modules: Sequence[nn.Module], memories: Sequence[PeerMemory], ranks: Ranks
+    ) -> None:
+        self._module, self._modules, self._memories, self._ranks = module, modules, memories, ranks
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the memory that a group arrives in, once what was there before has been read."""
-        await_copied_out(self._module, self._memory.own)
-        return _viewed(self._memory.own, math.prod(size), dtype)
+        """Return memory to arrive in, that of others where all of ours waits to be read. In all processes the same, and
+        in each pass: what was there in passes before does not count."""
+        free = [each.own for each in self._memories if not is_awaited(self._modules, each.own)]
+        if not free:
+            return torch.empty(size, dtype=dtype, device=device)
+        memory = min(free, key=partial(is_read, self._module))
+        await_read(self._module, memory)
+        return _viewed(memory, math.prod(size), dtype)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         """Fetch the others' parts, between two meetings: all are there, and none is needed any more."""
-        self._memory.meet()
+        memory = next((each for each in self._memories if each.own.data_ptr() == output_tensor.data_ptr()), None)
+        if memory is None:
+            self._ranks.begin_gather(output_tensor, input_tensor)()
+            return
+        memory.meet()
         part = input_tensor.numel()
         for rank in others_of(self._ranks.rank, self._ranks.count):
-            theirs = _viewed(self._memory.all_R[rank], output_tensor.numel(), output_tensor.dtype)
+            theirs = _viewed(memory.all_R[rank], output_tensor.numel(), output_tensor.dtype)
             at = slice(rank * part, (rank + 1) * part)
             output_tensor[at].copy_(theirs[at])
-        self._memory.meet()
+        memory.meet()
 
 
 class GradientCopies:
-    """The sum of this process's part of a group's gradients: a `ReduceScatter` of FSDP2.
+    """The sum of this process's part of a module's gradients: a `ReduceScatter` of FSDP2.
 
     memory: of what the others send, `part_bytes` of each, from the next process on.
     """
 
     def __init__(self, sent: Sent, memory: PeerMemory, part_bytes: int, ranks: Ranks) -> None:
         self._half, self._memory, self._part_bytes, self._ranks = sent.half, memory, part_bytes, ranks
-        self._num_sent = 0  # numbers of the gradients that are to be summed
+        self._given: Callable[[], Tensor | None] = lambda: None  # gradients that are to be summed, while they last
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory of gradients, in the precision that they come in, and then of their sum."""
-        number = math.prod(size)
-        is_sum = number * self._ranks.count == self._num_sent
-        self._num_sent = 0 if is_sum else number
-        return torch.empty(size, dtype=dtype if is_sum else self._half or dtype, device=device)
+        given = self._given()
+        if given is not None and math.prod(size) * self._ranks.count == given.numel():
+            return torch.empty(size, dtype=dtype, device=device)
+        given = torch.empty(size, dtype=self._half or dtype, device=device)
+        self._given = weakref.ref(given)
+        return given
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
@@ -106,7 +123,7 @@ class GradientCopies:
         for rank, part in enumerate(parts):
             part = part if rank == own else self._place(own, rank, part)
             output_tensor.copy_(part) if rank == 0 else output_tensor.add_(part)
-        self._memory.meet()  # all have summed: the next group's may be put there
+        self._memory.meet()  # all have summed: the next module's may be put there
 
     def _place(self, receiver: int, sender: int, like: Tensor) -> Tensor:
         start = (sender - receiver - 1) % self._ranks.count * self._part_bytes

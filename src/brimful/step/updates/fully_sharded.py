@@ -25,7 +25,7 @@ from brimful.hardware.capture import is_capturing
 from brimful.hardware.peers import Peers, peers_for
 from brimful.hardware.process_settings import give_back_freed_memory
 from brimful.hardware.ranks import Ranks
-from brimful.models.fsdp_hooks import forget_pass, is_of_fsdp
+from brimful.models.fsdp_hooks import forget_cut, forget_pass, is_of_fsdp
 from brimful.models.model_stats import layers_of, linear_parameters
 from brimful.models.tensor_plan import local, starts_of
 from brimful.step.reduce.layer_copies import send_by_copies
@@ -58,13 +58,15 @@ class FullyShardedUpdate(PartsUpdate):
         self._offload, self._product_dtype = offload, product_dtype
         self._classes: list[tuple[nn.Module, type]] = []
         self._last: Any = None  # a layer of the last group
-        self._roots: list[list[nn.Module]] = []  # what is cut, in the order of a pass, by the module that this calls
+        self._roots: list[list[nn.Module]] = []  # what is cut, by the module that a pass calls, which is the first
+        self._layers: list[nn.Module] = []  # the first one of each group
 
     def _cut(self, ranks: Ranks, *, half: bool) -> None:
         self._classes = [(module, type(module)) for module in self.model.modules()]
         groups = layer_groups(list(layers_of(self.model) or ()))
         dtype = None if self._offload else self._product_dtype
         given: dict[str, Any] = {"half": half, "offload": self._offload, "product_dtype": dtype}
+        self._layers = [group[0] for group in groups]
         self._roots = _cut(self.model, groups, ranks, self.device, **given)
         trains = any(p.requires_grad for group in groups[-1:] for layer in group for p in layer.parameters())
         self._last = groups[-1][-1] if trains else None
@@ -76,7 +78,7 @@ class FullyShardedUpdate(PartsUpdate):
         peers, warning = peers_for(self.find_peers, self._shared_ranks, self.device, must=self.must_copy)
         if peers is not None:
             for modules in self._roots:
-                send_by_copies(modules, peers, self._shared_ranks)
+                send_by_copies(modules, peers, self._shared_ranks, layers=self._layers)
         return warning
 
     def before(self) -> None:
@@ -129,6 +131,7 @@ class FullyShardedUpdate(PartsUpdate):
         forget_pass(self.model)
 
     def _undo(self) -> None:
+        forget_cut(self.model)
         for module, kind in self._classes:
             module.__class__ = kind
             for key in [key for key, hook in module._forward_pre_hooks.items() if is_of_fsdp(hook)]:
@@ -172,7 +175,7 @@ def _cut(
     product_dtype: torch.dtype | None,
 ) -> list[list[nn.Module]]:  # fmt: skip
     """Shard groups of layers, each module beside them, which may be called by itself, the rest, and the head's
-    modules. Return them in the order of a pass, by the module that it calls. product_dtype: that layers' weights are
+    modules. Return them by the module that a pass calls, which is the first. product_dtype: that layers' weights are
     sent in."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -213,5 +216,4 @@ def _cut(
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
     give_back_freed_memory()  # the whole weights that each process had loaded
-    cut = {id(module) for module in (base, *around, *(group[0] for group in groups))}
-    return [[module for module in base.modules() if id(module) in cut], *([head] for head in heads)]
+    return [[base, *around, *(group[0] for group in groups)], *([head] for head in heads)]
