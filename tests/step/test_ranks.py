@@ -263,6 +263,42 @@ def test_copies_of_weights_in_parts_are_what_is_sent(count: int, tmp_path: Path)
                 assert difference(copied["weights"], sent["weights"]) < (1e-4 if case.bf16 else STEP_FP64), case
 
 
+@pytest.mark.sampled
+def test_an_evaluation_brings_nothing_to_the_next_step(tmp_path: Path) -> None:
+    """torch would bring its last layers back: the order of its forward pass had no backward pass to follow it."""
+
+    def work(place: Place) -> None:
+        brought, of_steps = [0], list[int]()
+        fetch = layer_copies.WeightCopies.__call__
+
+        def fetching(self: Any, **given: Any) -> None:
+            brought[0] += 1
+            fetch(self, **given)
+
+        class Counted(Step):
+            evaluates = False
+
+            def run(self, batch: Batch) -> Any:
+                if self.evaluates:
+                    with torch.no_grad():
+                        self.execution(batch.arrived(0).inputs)
+                before = brought[0]
+                outcome = super().run(batch)
+                of_steps.append(brought[0] - before)
+                return outcome
+
+        with pytest.MonkeyPatch.context() as patch, joined(place, CPU) as ranks:
+            patch.setattr(layer_copies.WeightCopies, "__call__", fetching)
+            case = Case(sharding="parameters")
+            plain = trained(ranks, case, Counted, memory=tmp_path / "memory")
+            patch.setattr(Counted, "evaluates", True)
+            evaluated = trained(ranks, case, Counted, memory=tmp_path / "memory again")
+        assert of_steps[:4] == of_steps[4:]
+        assert np.array_equal(plain["weights"], evaluated["weights"])
+
+    Forked(tmp_path / "logs", 2, work).results()
+
+
 def test_memory_of_gradients_is_not_taken_for_that_of_their_sum() -> None:
     """Also where a pass was left when the former was there."""
     ranks: Any = SimpleNamespace(count=2)

@@ -110,6 +110,17 @@ def await_read(module: nn.Module, memory: Tensor) -> None:
         _state_of(module)._comm_ctx.device_handle.current_stream().wait_event(event)
 
 
+def forget_order(module: nn.Module) -> None:
+    """Forget the order of forward passes that no backward pass followed, as evaluations: the next backward pass would
+    bring their last weights back, and a graph would for as long as it is replayed."""
+    context = _state_of(module)._comm_ctx
+    order = getattr(context, "post_forward_order", ())  # there is none before the first pass
+    for group in order:
+        group._post_forward_indices.clear()
+    if order:
+        order.clear()
+
+
 def forget_cut(model: nn.Module) -> None:
     """Have modules forget that FSDP2 has cut them, and what they send by."""
     for module in model.modules():

@@ -25,7 +25,7 @@ from brimful.hardware.capture import is_capturing
 from brimful.hardware.peers import Peers, peers_for
 from brimful.hardware.process_settings import give_back_freed_memory
 from brimful.hardware.ranks import Ranks
-from brimful.models.fsdp_hooks import forget_cut, forget_pass, is_of_fsdp
+from brimful.models.fsdp_hooks import forget_cut, forget_order, forget_pass, is_of_fsdp
 from brimful.models.model_stats import layers_of, linear_parameters
 from brimful.models.tensor_plan import local, starts_of
 from brimful.step.reduce.layer_copies import send_by_copies
@@ -84,6 +84,8 @@ class FullyShardedUpdate(PartsUpdate):
     def before(self) -> None:
         """As `Update` has it. The last layers stay whole after this forward pass: theirs is the next turn, too."""
         super().before()
+        for root, *_ in self._roots:
+            forget_order(root)
         self._keep_last(whole=True)
 
     @contextmanager
