@@ -54,6 +54,11 @@ ROWS = (
         Row(side="brimful", name=name, settings={"gpus": 2, "sharding": "parameters", "execution": name})
         for name in ("fused", "captured", "compiled")
     ),
+    Row(
+        side="brimful",
+        name="compiled, copied",
+        settings={"gpus": 2, "sharding": "parameters", "execution": "compiled", "peer-copies": True},
+    ),
     Row(side="trainer", name="one GPU", settings={"gpus": 1}),
     Row(side="trainer", name="one GPU, compiled", settings={"gpus": 1, "torch_compile": True}),
     Row(
