@@ -55,8 +55,9 @@ class FileRoom:
         return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def put(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy of a tensor, in this dtype, in the file."""
+        """A copy of a tensor, in this dtype, in the file. Its version is its own: autograd holds a change of one tensor
+        against all that share a version, as views of one memory do."""
         size = tensor.numel() * dtype.itemsize
         there = self._memory[self._used : self._used + size].view(dtype).view(tensor.shape)
         self._used += self.bytes_with(size)
-        return there.copy_(tensor)
+        return there.copy_(tensor).data

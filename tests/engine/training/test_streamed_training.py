@@ -96,6 +96,17 @@ def test_weights_outside_of_layers_are_in_no_file(monkeypatch: pytest.MonkeyPatc
     assert outside["bert.pooler.dense.weight"].dtype is torch.bfloat16
 
 
+def test_weights_of_one_file_change_by_themselves(tmp_path: Path) -> None:
+    """Layers do in the midst of a pass, which autograd must not take for a change of what others keep."""
+    room = FileRoom(tmp_path, 2 * FileRoom.bytes_with(12))
+    first, second = (torch.nn.Parameter(room.put(torch.ones(3), torch.float32)) for _ in range(2))
+    kept = second.square().sum()
+    with torch.no_grad():
+        first.mul_(2)
+    kept.backward()
+    assert torch.equal(second.grad, torch.full((3,), 2.0))
+
+
 @pytest.mark.parametrize(
     ("files", "what"), [(0, "a file of .* cannot"), (1, "a file of .* for sums and states cannot")]
 )
