@@ -338,6 +338,18 @@ def test_an_adapter_that_could_not_be_loaded_is_refused(options: dict[str, Any],
         choose_part(FAMILIES["bert"].model(), asked(**options), new_parameters=(), base="base")
 
 
+def test_what_cannot_be_merged_is_refused_before_the_training(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "target_modules": ["query"], "layer_replication": [[0, 2], [1, 2]]})
+    )
+    config = str(tmp_path / "adapter_config.json")
+    given: dict[str, Any] = {"new_parameters": (), "base": "base"}
+    assert choose_part(FAMILIES["bert"].model(3), asked(peft=config), **given) is not None
+    with pytest.raises(OptionError, match="cannot be merged: its layer_replication") as caught:
+        choose_part(FAMILIES["bert"].model(3), asked(peft=config, merge=True), **given)
+    assert caught.value.hint == "leave out --merge"
+
+
 def test_a_config_file_says_it_all(tmp_path: Path) -> None:
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps({"peft_type": "LORA", "r": 5, "target_modules": ["key"], "inference_mode": True}))

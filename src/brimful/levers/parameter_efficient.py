@@ -25,7 +25,7 @@ from brimful.core.units import count_text
 from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.models.half_weights import halve_linears
-from brimful.models.hub.adapters import add_adapter, make_config
+from brimful.models.hub.adapters import add_adapter, check_merges, make_config
 from brimful.models.hub.inspection import head_parameters
 from brimful.models.model_stats import layers_of, linear_parameters
 
@@ -121,7 +121,10 @@ def choose_part(model: Any, options: TrainOptions, *, new_parameters: Collection
     """
     if options.peft is not None:
         head, config = tuple(head_parameters(model)), make_config(options)
-        return add_adapter(model, config, head=head, new_parameters=new_parameters, base=base, seed=options.seed)
+        wrapped = add_adapter(model, config, head=head, new_parameters=new_parameters, base=base, seed=options.seed)
+        if options.merge:
+            check_merges(wrapped)
+        return wrapped
     if options.freeze is not None:
         frozen = frozen_names(model, FrozenParts.parse(options.freeze), new_parameters)
         for name, parameter in model.named_parameters():

@@ -319,6 +319,18 @@ def unwrapped(model: Any) -> Any:
     return model.get_base_model()
 
 
+def check_merges(wrapped: Any) -> None:
+    """Check that an adapter can be merged: before the training, not after it. Raises: OptionError."""
+    config, tuner = wrapped.peft_config["default"], wrapped.base_model
+    why = ""
+    if getattr(config, "layer_replication", None):
+        why = "its layer_replication has layers share weights, which files of a model on its own cannot say"
+    elif not hasattr(tuner, "merge_and_unload"):
+        why = f"peft has no merging of {_kind_of(config).lower()}"
+    if why:
+        raise OptionError(f"the adapter cannot be merged: {why}", hint="leave out --merge")
+
+
 def merge_adapter(wrapped: Any) -> nn.Module:
     """Add an adapter to the weights it stands beside; return the plain model, without modules of peft.
 
