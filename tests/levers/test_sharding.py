@@ -22,6 +22,15 @@ def test_weights_that_modules_share_are_not_cut(family: str, ok: bool) -> None:
     assert ok or "modules share a weight" in verdict.because
 
 
+@pytest.mark.parametrize(
+    ("checkpointing", "ok"), [("full", True), ("every-2", False), ("selective", False), ("offload", False)]
+)
+def test_weights_of_layers_that_are_treated_unlike_are_not_cut(checkpointing: str, ok: bool) -> None:
+    verdict = Sharding._of_weights(assembly_of(FAMILIES["bert"].model(), gradient_checkpointing=checkpointing))
+    assert verdict.ok is ok
+    assert ok or f"--gradient-checkpointing {checkpointing} is for whole weights" in verdict.because
+
+
 @pytest.mark.parametrize("sharding", [name for name in get_args(ShardingChoice) if name != "auto"])
 def test_micro_batches_leave_room_for_what_each_way_keeps(sharding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU; the more it keeps, the fewer tokens."""

@@ -93,8 +93,9 @@ class Sharding(Lever):
         held = [id(p) for module in assembly.model.modules() for p in module._parameters.values() if p is not None]
         if len(held) != len(set(held)):
             return Verdict(ok=False, because="modules share a weight, and each is put together for its own turn")
-        if recomputes(options) and options.gradient_checkpointing != "full":  # type: ignore[arg-type, union-attr]
-            return Verdict(ok=False, because="layers are computed again all or none: --gradient-checkpointing full")
+        given = getattr(options, "gradient_checkpointing", "none")
+        if given not in ("none", "full"):
+            return Verdict(ok=False, because=f"--gradient-checkpointing {given} is for whole weights; take full")
         return Verdict(ok=True, because="each layer is put together for its turn")
 
     @classmethod
