@@ -159,9 +159,9 @@ def test_compiled_in_bf16_learns_what_one_does(train: Train, tmp_path: Path, mor
     [
         ("compiled", ()),
         ("compiled", ("--gradient-checkpointing", "full")),
-        ("compiled", ("--token-budget", "512")),
+        ("compiled", ("--token-budget", "128")),
         ("compiled", ("--peer-copies",)),
-        ("compiled", ("--peer-copies", "--token-budget", "512")),
+        ("compiled", ("--peer-copies", "--token-budget", "128")),
         ("captured", ("--peer-copies",)),
         ("eager", ("--peer-copies",)),
         ("captured", ()),
