@@ -23,7 +23,7 @@ from sides import Blocks, Row, command_steps, run_rows, trainer_steps, with_peak
 #: Ours compile kernels and capture graphs in the first steps, as new sizes come. Steps are told of two steps late,
 #: but at the end of an epoch, of 30 or 60 steps: blocks are of whole epochs.
 _OURS = Blocks(warm_up=120, count=3, steps=60, rows=32)
-_THEIRS = Blocks(warm_up=20, count=5, steps=5, rows=32)
+_THEIRS = Blocks(warm_up=20, count=5, steps=20, rows=32)
 #: With updates in host memory, which take seconds.
 _ON_HOST = Blocks(warm_up=6, count=5, steps=3, rows=32)
 _SMOKE = Blocks(warm_up=4, count=2, steps=2, rows=4)

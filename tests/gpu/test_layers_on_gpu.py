@@ -22,6 +22,7 @@ from kernels.layers.test_postnorm_ops import (
     check_linear_gelu,
     check_two_readers,
 )
+from kernels.test_part_sums import check_sums
 
 pytestmark = pytest.mark.gpu
 
@@ -31,6 +32,12 @@ PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.fixture(params=PRECISIONS, ids=str)
 def case(request: pytest.FixtureRequest) -> Case:
     return Case("cuda", request.param)
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize(("count", "size"), [(2, 1_000_003), (4, 4096)])
+def test_sums_of_processes_parts(dtype: torch.dtype, count: int, size: int) -> None:
+    check_sums("cuda", dtype, count, size)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -4,7 +4,7 @@
     gradients    each puts what the others sum into their memory, and sums its own part in fp32
 
 Copy engines make them, and leave multiprocessors to the model. Gradients in half precision are sent as they are: half
-the bytes of fp32, and their sums are those of fp32.
+the bytes of fp32, and their sums, which one kernel reads and writes once, are those of fp32.
 
 Both are what `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` of torch 2.11 to 2.13 ask for. torch
 calls them in the order of the pass, the same in all processes, each kind on a stream of its own.
@@ -25,6 +25,11 @@ from brimful.data.batches.packing import round_up
 from brimful.hardware.peers import PeerMemory, Peers, others_of
 from brimful.hardware.ranks import Ranks
 from brimful.models.fsdp_hooks import Sent, await_read, is_awaited, is_read, sent_of
+
+try:
+    from brimful.kernels import part_sums
+except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
+    part_sums = None  # type: ignore[assignment]
 
 #: Memories that groups of weights arrive in: one is read from while the next group arrives in another.
 _IN_TURN = 2
@@ -120,14 +125,21 @@ class GradientCopies:
         for rank in others_of(own, self._ranks.count):
             self._place(rank, own, parts[rank]).copy_(parts[rank])
         self._memory.meet()
-        for rank, part in enumerate(parts):
-            part = part if rank == own else self._place(own, rank, part)
-            output_tensor.copy_(part) if rank == 0 else output_tensor.add_(part)
+        _sum([part if rank == own else self._place(own, rank, part) for rank, part in enumerate(parts)], output_tensor)
         self._memory.meet()  # all have summed: the next module's may be put there
 
     def _place(self, receiver: int, sender: int, like: Tensor) -> Tensor:
         start = (sender - receiver - 1) % self._ranks.count * self._part_bytes
         return _viewed(self._memory.all_R[receiver][start:], like.numel(), like.dtype)
+
+
+def _sum(parts: Sequence[Tensor], into: Tensor) -> None:
+    """Sum parts in their order, in the precision of the sum."""
+    if into.is_cuda and into.dtype == torch.float32 and part_sums is not None:
+        part_sums.add_parts(parts, into)
+        return
+    for number, part in enumerate(parts):
+        into.copy_(part) if number == 0 else into.add_(part)
 
 
 def _viewed(memory: Tensor, number: int, dtype: torch.dtype) -> Tensor:
