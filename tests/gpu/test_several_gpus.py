@@ -160,18 +160,18 @@ def test_compiled_in_bf16_learns_what_one_does(train: Train, tmp_path: Path, mor
         ("compiled", ()),
         ("compiled", ("--gradient-checkpointing", "full")),
         ("compiled", ("--token-budget", "128")),
-        ("compiled", ("--peer-copies",)),
-        ("compiled", ("--peer-copies", "--token-budget", "128")),
-        ("captured", ("--peer-copies",)),
-        ("eager", ("--peer-copies",)),
         ("captured", ()),
         ("fused", ()),
         ("eager", ()),
+        ("compiled", ("--no-peer-copies",)),
+        ("compiled", ("--no-peer-copies", "--token-budget", "128")),
+        ("captured", ("--no-peer-copies",)),
+        ("eager", ("--no-peer-copies",)),
     ],
     ids=[
         *("compiled", "compiled, computed again", "compiled, several micro-batches"),
-        *("compiled, copied", "several micro-batches, copied", "captured, copied", "eager, copied"),
         *("captured", "fused", "eager"),
+        *("compiled, sent", "several micro-batches, sent", "captured, sent", "eager, sent"),
     ],
 )
 @pytest.mark.parametrize(("precision", "tolerance", "rate"), [("fp32", 1e-3, "1e-3"), ("bf16", 5e-2, "2e-4")])
@@ -194,7 +194,7 @@ def test_weights_in_parts_learn_what_one_does(
         one = train(tmp_path / f"{family} of one", 1, *ask, "--execution", "eager", given=(rows, model))
         train(output, 2, *in_parts, "--max-steps", "20", given=(rows, model))
         assert execution(output) == mode
-        assert by_copies(output) == ("--peer-copies" in more)
+        assert by_copies(output) == (linked() and "--no-peer-copies" not in more)
         captured = json.loads((output / "run.json").read_text())["compilations"]["captured"]
         of_one = mode in ("captured", "compiled") and "--token-budget" not in more
         assert (captured > 0) == of_one  # or a capture was refused

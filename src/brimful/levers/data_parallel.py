@@ -18,8 +18,6 @@ from brimful.levers.tensor_parallel import TensorParallel
 from brimful.levers.update_memory import asked_savings
 from brimful.models.model_stats import layers_of
 
-#: Whether weights in parts are copied where it is not asked for. Not yet: it was not run on GPUs so far.
-COPIED_BY_LAYERS = False
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
 
 
@@ -131,8 +129,6 @@ def _copies(assembly: Assembly) -> tuple[bool, str]:
         why = "they move gradients to be summed in fp32, and --reduce-dtype is bf16"
     elif options.memory_limit is not None:
         why = "memory that GPUs reach one another's is outside of --memory-limit"
-    if by_layers and options.peer_copies is None and not COPIED_BY_LAYERS:
-        return False, ""
     if options.peer_copies:
         if why:
             raise OptionError(f"--peer-copies does not work here: {why}", hint="leave it out")

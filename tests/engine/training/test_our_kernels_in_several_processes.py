@@ -194,7 +194,6 @@ def test_gpus_that_turn_out_not_to_reach_one_another_send(
 ) -> None:
     """They learn what others do, and the first process says it; it alone looks at what joins them."""
     monkeypatch.setattr(data_parallel, "_on_gpus", lambda _: True)
-    monkeypatch.setattr(data_parallel, "COPIED_BY_LAYERS", True)
     ask = asked(files, tmp_path / "run", "--max-steps", "2", "--sharding", cut)
     monkeypatch.setattr(data_parallel, "why_not_linked", lambda _: "" if os.environ["RANK"] == "0" else "another host")
     assert start(tmp_path / "logs", *ask).results() == [0, 0]

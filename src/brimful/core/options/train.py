@@ -250,8 +250,8 @@ class TrainOptions:
     peer_copies: bool | None = None
     """Have copy engines move gradients and weights between the GPUs of one host, and not NCCL's kernels, which take
     multiprocessors from the model: 2 to 10 % more of two H100s' rate. For AdamW in fp32 without --memory-limit.
-    Default: where NVLink joins the GPUs, and each process sees all of them, but with --sharding parameters not. Asked
-    for: copy, or end with an error. --no-peer-copies: by NCCL."""
+    Default: where NVLink joins the GPUs, and each process sees all of them. Asked for: copy, or end with an error.
+    --no-peer-copies: by NCCL."""
     sharding: ShardingChoice = "auto"
     """Parts that each of several processes keeps alone: none; of the optimizer's states; of gradients, too; of weights,
     too, with --optimizer-offload in host memory; deepspeed: of weights, by its ZeRO-3, for --offload-folder; needs
