@@ -23,7 +23,7 @@ from brimful.levers import optimizer as optimizers
 from brimful.levers.optimizer import Optimizer
 from brimful.models.fsdp_hooks import STATE_OF_FSDP, Sent
 from brimful.step.precision import Precision
-from brimful.step.reduce import buckets, layer_copies
+from brimful.step.reduce import buckets, layer_copies, table_rows
 from brimful.step.reduce.buckets import Bucket, Overlap
 from brimful.step.state import Part, StepState, whole_of
 from brimful.step.step import Step
@@ -34,7 +34,7 @@ from forked_ranks import Forked
 from step.test_exactness import _label_space
 from step.test_step import PACKED, PADDED, execution_of
 from tiny import FAMILIES, sequences
-from tolerances import STEP_FP64, difference
+from tolerances import STEP_FP64, STEP_PARTLY_FP32, difference
 
 CPU = torch.device("cpu")
 FUSED = importlib.util.find_spec("triton") is not None
@@ -106,6 +106,13 @@ IN_ANOTHER_ORDER = [
     Case(sharding="parameters", family=family, packed=packed)
     for family, packed in (("deberta-v2", False), ("mpnet", True), ("rembert", True))
 ]
+#: Tables of words that are modules of their own, cut by rows.
+OF_TABLES = [
+    Case(sharding="parameters", family="mpt"),
+    Case(sharding="parameters", family="mpt", adamw=True, tokens=48),
+    Case(sharding="parameters", family="mpt", frozen=True),
+    Case(sharding="parameters", family="llama"),
+]
 OF_OURS = [
     Case(fused=True, tokens=48),
     Case(fused=True, tokens=48, sharding="states"),
@@ -141,7 +148,9 @@ def trained(
     task, targets = tasks()[case.kind]
     model = FAMILIES[case.family].model(3).train()
     model = model if case.fused or case.bf16 else model.double()
-    if case.frozen:
+    if case.frozen and case.family != "bert":
+        model.get_input_embeddings().requires_grad_(False)
+    elif case.frozen:
         model.bert.embeddings.requires_grad_(False)
         model.bert.encoder.layer[0].attention.requires_grad_(False)
     precision = Precision(value="bf16" if case.bf16 else "fp32", device=CPU, reason="a test")
@@ -153,7 +162,7 @@ def trained(
         optimizer = replace(optimizer, sharding=case.sharding, savings=savings, parts=parts)
     update = optimizer.update(model, torch.full((9,), 0.1), precision, max_grad_norm=1.0)
     if memory is not None:
-        update.find_peers = lambda ranks, _: (FilePeers(ranks, memory), "")
+        update.find_peers, update.same_shapes = lambda ranks, _: (FilePeers(ranks, memory), ""), case.packed
     execution = execution_of(model, case.family, packed=case.packed)
     step = make(
         execution, task, update, precision, seed=0, ranks=ranks, half_wire=case.half, overlap=case.overlap
@@ -261,6 +270,43 @@ def test_copies_of_weights_in_parts_are_what_is_sent(count: int, tmp_path: Path)
                 assert copied["told"] == sent["told"]
             else:
                 assert difference(copied["weights"], sent["weights"]) < (1e-4 if case.bf16 else STEP_FP64), case
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("count", [2, 3])
+def test_rows_of_tables_are_read_where_they_are(count: int, tmp_path: Path) -> None:
+    """Of two processes the second one has fewer. What is not trained has no gradient."""
+
+    def work(place: Place) -> list[tuple[int, int, dict[str, Any]]]:
+        calls, read, add = [0, 0], table_rows.TableRows.read, table_rows.TableRows.sum
+
+        def reading(self: Any, *given: Any) -> Any:
+            calls[0] += 1
+            return read(self, *given)
+
+        def adding(self: Any, *given: Any) -> Any:
+            calls[1] += 1
+            return add(self, *given)
+
+        found = []
+        with pytest.MonkeyPatch.context() as patch, joined(place, CPU) as ranks:
+            patch.setattr(table_rows, "_LEAST_BYTES", 0)
+            patch.setattr(table_rows.TableRows, "read", reading)
+            patch.setattr(table_rows.TableRows, "sum", adding)
+            for number, case in enumerate(OF_TABLES):
+                calls[:] = 0, 0
+                told = trained(ranks, case, memory=tmp_path / str(number))
+                found.append((*calls, told))
+        return found
+
+    expected = [trained(ALONE, case) for case in OF_TABLES]
+    for of_rank in Forked(tmp_path / "logs", count, work).results():
+        for case, alone, (num_read, num_summed, found) in zip(OF_TABLES, expected, of_rank, strict=True):
+            assert num_read > 0
+            assert num_summed == (0 if case.frozen else num_read)
+            tolerance = STEP_PARTLY_FP32 if case.family == "llama" else STEP_FP64
+            assert difference(found["weights"], alone["weights"]) < tolerance, case
+            np.testing.assert_allclose(found["told"], alone["told"], rtol=max(1e-9, tolerance))
 
 
 @pytest.mark.sampled

@@ -121,11 +121,20 @@ def forget_order(module: nn.Module) -> None:
         order.clear()
 
 
-def forget_cut(model: nn.Module) -> None:
-    """Have modules forget that FSDP2 has cut them, and what they send by."""
-    for module in model.modules():
-        for name in [name for name in vars(module) if name.startswith(STATE_OF_FSDP)]:
-            delattr(module, name)
+def forget_cut(module: nn.Module, kind: type) -> None:
+    """Have a module forget that FSDP2 has cut it, and what it sends by; its weights stay parts.
+
+    kind: its class before it was cut.
+    """
+    from torch.distributed._composable_state import _module_state_mapping
+
+    module.__class__ = kind
+    _module_state_mapping.pop(module, None)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if is_of_fsdp(hook)]:
+            del hooks[key]
+    for name in [name for name in vars(module) if name.startswith(STATE_OF_FSDP)]:
+        delattr(module, name)
 
 
 def _last_read(module: nn.Module) -> Any:

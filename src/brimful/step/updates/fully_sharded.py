@@ -4,7 +4,8 @@ A few layers' weights are put together for their turn, in the forward pass and a
 of their gradients are scattered. All processes therefore run each pass together, with as many micro-batches.
 
 Embeddings, what is around the layers and the head are sharded by themselves: a packed pass calls the base model and the
-head one after the other, not the whole.
+head one after the other, not the whole. Where GPUs reach one another's memory, rows of large tables of words are read
+there, and tables are not put together.
 
 In half precision weights of layers' products are sent as the products read them, half as many bytes, and need no casts
 then. Vectors (norms, biases) are whole in each process, in fp32. Not where weights are in host memory, nor where layers
@@ -25,10 +26,12 @@ from brimful.hardware.capture import is_capturing
 from brimful.hardware.peers import Peers, peers_for
 from brimful.hardware.process_settings import give_back_freed_memory
 from brimful.hardware.ranks import Ranks
-from brimful.models.fsdp_hooks import forget_cut, forget_order, forget_pass, is_of_fsdp
+from brimful.measurement.memory import Kept
+from brimful.models.fsdp_hooks import forget_cut, forget_order, forget_pass
 from brimful.models.model_stats import layers_of, linear_parameters
 from brimful.models.tensor_plan import local, starts_of
 from brimful.step.reduce.layer_copies import send_by_copies
+from brimful.step.reduce.table_rows import TableRows, reads_rows
 from brimful.step.updates.parts import PartsUpdate, sum_together
 
 #: Most bytes of the weights of several layers that are put together at once, and the fewest groups of a model's layers.
@@ -49,6 +52,8 @@ class FullyShardedUpdate(PartsUpdate):
     find_peers: Callable[[Ranks, torch.device], tuple[Peers | None, str]] | None = None
     #: Whether to end where there is none, and not to send: by the process that leads.
     must_copy = False
+    #: Whether passes of all processes have the same shapes, as packed ones do: of large tables rows are then read.
+    same_shapes = False
 
     def __init__(
         self, model: nn.Module, schedule: Tensor, *, offload: bool, product_dtype: torch.dtype | None = None,
@@ -56,13 +61,14 @@ class FullyShardedUpdate(PartsUpdate):
     ) -> None:  # fmt: skip
         super().__init__(model, schedule, **given)
         self._offload, self._product_dtype = offload, product_dtype
-        self._classes: list[tuple[nn.Module, type]] = []
+        self._classes: dict[nn.Module, type] = {}
+        self._tables: dict[nn.Module, TableRows] = {}  # whose rows are read, and that are not put together
         self._last: Any = None  # a layer of the last group
         self._roots: list[list[nn.Module]] = []  # what is cut, by the module that a pass calls, which is the first
         self._layers: list[nn.Module] = []  # the first one of each group
 
     def _cut(self, ranks: Ranks, *, half: bool) -> None:
-        self._classes = [(module, type(module)) for module in self.model.modules()]
+        self._classes = {module: type(module) for module in self.model.modules()}
         groups = layer_groups(list(layers_of(self.model) or ()))
         dtype = None if self._offload else self._product_dtype
         given: dict[str, Any] = {"half": half, "offload": self._offload, "product_dtype": dtype}
@@ -77,9 +83,26 @@ class FullyShardedUpdate(PartsUpdate):
             return ""
         peers, warning = peers_for(self.find_peers, self._shared_ranks, self.device, must=self.must_copy)
         if peers is not None:
+            if self.same_shapes:
+                self._read_rows(peers)
             for modules in self._roots:
                 send_by_copies(modules, peers, self._shared_ranks, layers=self._layers)
         return warning
+
+    def _read_rows(self, peers: Peers) -> None:
+        """Have rows of large tables read, which are not put together any more."""
+        for table in [each for each in self._roots[0] if reads_rows(each, self._classes[each])]:
+            forget_cut(table, self._classes[table])
+            rows = TableRows(table, peers, self._shared_ranks)  # type: ignore[arg-type]
+            table.forward, self._tables[table] = rows, rows
+            self._roots[0].remove(table)
+
+    def kept(self) -> Kept:
+        """As `Update` has it, without rows of tables that others read: these are outside of torch's memory."""
+        outside = {rows.own.data_ptr() for rows in self._tables.values()}
+        weights = [part for p in self.model.parameters() if (part := local(p)).data_ptr() not in outside]
+        gradients = (local(p.grad) for p in self.parameters if p.grad is not None)
+        return Kept.of(self.device, [*weights, *self.model.buffers()], gradients, self._state_tensors())
 
     def before(self) -> None:
         """As `Update` has it. The last layers stay whole after this forward pass: theirs is the next turn, too."""
@@ -133,13 +156,11 @@ class FullyShardedUpdate(PartsUpdate):
         forget_pass(self.model)
 
     def _undo(self) -> None:
-        forget_cut(self.model)
-        for module, kind in self._classes:
-            module.__class__ = kind
-            for key in [key for key, hook in module._forward_pre_hooks.items() if is_of_fsdp(hook)]:
-                del module._forward_pre_hooks[key]
-            for key in [key for key, hook in module._forward_hooks.items() if is_of_fsdp(hook)]:
-                del module._forward_hooks[key]
+        for module, kind in self._classes.items():
+            forget_cut(module, kind)
+        for table in self._tables:
+            del table.forward
+        self._tables = {}
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
         """As `PartsUpdate` has it, cut along the first dimension as torch cuts it."""
