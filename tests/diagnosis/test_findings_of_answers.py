@@ -12,6 +12,7 @@ from brimful.core.evaluation import LINEAR, Baseline, Evaluation
 from brimful.core.records import LabelSpace
 from brimful.core.units import number_text
 from brimful.diagnosis.answers import findings_of_answers
+from brimful.diagnosis.rows import RowFacts
 from brimful.engine.scoring import evaluation_of
 from brimful.tasks.scoring.baselines import constant_baseline
 from brimful.tasks.scoring.choose import make_scorer
@@ -72,6 +73,28 @@ def test_the_model_stands_before_the_linear_one_it_does_not_beat() -> None:
         of_learned = " ".join(findings_of_answers(replace(model, baselines=(linear,)), course="learned"))
         assert wanted in of_learned
         assert "more epochs will hardly help" in of_learned
+
+
+def test_the_linear_model_that_reads_more_of_the_rows_is_said_to() -> None:
+    model = record("single_label", np.where(np.arange(300)[:, None] < 60, GOOD[:, ::-1], GOOD), CLASSES)
+    facts = RowFacts(cut_share=0.212, max_length=64, max_positions=512)
+
+    def said(rows: RowFacts | None, read: int | None = None, **given: Any) -> str:
+        linear = Baseline(name=LINEAR, num_rows=300, metrics={"accuracy": 1.0}, most_characters=read)
+        found = findings_of_answers(replace(model, baselines=(linear,)), rows=rows, **given)
+        return next(finding for finding in found if "linear model" in finding)
+
+    cut = "21.2 % of the training rows are cut at 64 tokens, which the linear model reads whole"
+    assert said(facts).endswith(f"; {cut}: try a longer --max-length, a higher --learning-rate or more epochs")
+    of_learned = said(facts, course="learned")
+    assert of_learned.endswith(f"will hardly help, but {cut}: try a longer --max-length")
+    assert "words alone" not in of_learned
+    assert said(facts, course="diverged").endswith(f"; try a lower --learning-rate, and a longer --max-length: {cut}")
+    assert "try a model with more positions" in said(replace(facts, max_positions=64))
+    assert "cut at 64 tokens, the linear model at 4,000 characters: try" in said(facts, 4000)
+    as_of_whole_rows = said(None)
+    for rows, read in ((replace(facts, cut_share=0.01), None), (facts, 200)):
+        assert said(rows, read) == as_of_whole_rows
 
 
 def test_labels_that_are_told_apart_though_accuracy_is_no_higher() -> None:

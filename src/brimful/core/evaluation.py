@@ -93,7 +93,8 @@ class Baseline:
     """A simple model on the same rows.
 
     num_rows: rows that it learned from. train_s: seconds that it took.
-    note: a limit that it ran under, such as a sample of the training rows.
+    note: a limit that it ran under, such as a sample of the training rows. most_characters: that it read of a text,
+    None where it read all texts whole.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Baseline:
     num_rows: int
     train_s: float = 0.0
     note: str | None = None
+    most_characters: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from brimful.core.errors import listed, printable
 from brimful.core.evaluation import CONSTANT, LINEAR, MAIN_METRIC, METRIC_NAMES, Baseline, Evaluation, LabelScore
 from brimful.core.units import number_text, share_text
 from brimful.diagnosis.learning import Course
+from brimful.diagnosis.rows import RowFacts
 
 #: Names of labels in one sentence.
 _FEW = 5
@@ -27,13 +28,19 @@ _ADVICE: dict[Course, str] = {
     "learned": "the training rows are learned, so more epochs will hardly help: words alone tell these labels apart;"
     " use the linear model, or more rows",
 }
+#: And where it reads more of the rows: {cut} is what, {remedy} what to do about it.
+_ADVICE_OF_CUT: dict[Course, str] = {
+    "open": "{cut}: try {remedy}, a higher --learning-rate or more epochs",
+    "diverged": "try a lower --learning-rate, and {remedy}: {cut}",
+    "learned": "the training rows are learned, so more epochs will hardly help, but {cut}: try {remedy}",
+}
 
 
-def findings_of_answers(evaluation: Evaluation, *, course: Course = "open") -> list[str]:
-    """The gravest first. course: of the training."""
+def findings_of_answers(evaluation: Evaluation, *, course: Course = "open", rows: RowFacts | None = None) -> list[str]:
+    """The gravest first. course, rows: of the training."""
     kinds = {"single_label": _of_one_label, "multi_label": _of_several_labels, "regression": _of_numbers}
     found = list(kinds[evaluation.labels.task](evaluation))
-    if (linear := _worse_than_linear(evaluation, course)) is not None:
+    if (linear := _worse_than_linear(evaluation, course, rows or RowFacts())) is not None:
         found.append(linear)
     return [*found, *_of_confidence(evaluation), *_of_rows(evaluation)]
 
@@ -159,14 +166,16 @@ def _of_numbers(evaluation: Evaluation) -> Iterator[str]:
         yield f"no better than always answering the mean{mean}: {_name_of('r2')} {number_text(r2.value)}"
 
 
-def _worse_than_linear(evaluation: Evaluation, course: Course) -> str | None:
+def _worse_than_linear(evaluation: Evaluation, course: Course, rows: RowFacts) -> str | None:
     """State that the linear model is better by more than chance explains, or that the intervals do not part them."""
-    more = _ADVICE[course]
     linear, name = _baseline(evaluation, LINEAR), MAIN_METRIC[evaluation.labels.task]
     metric = evaluation.metrics.get(name)
     other = None if linear is None else linear.metrics.get(name)
     if metric is None or metric.value is None or other is None or other <= metric.value:
         return None
+    assert linear is not None
+    unread = rows.unread(linear)
+    more = _ADVICE[course] if unread is None else _ADVICE_OF_CUT[course].format(cut=unread[0], remedy=unread[1])
     mine, its = number_text(metric.value), number_text(other)
     if metric.high is not None and other > metric.high:
         return f"TF-IDF with a linear model is better: {_name_of(name)} {its} against {mine}; {more}"

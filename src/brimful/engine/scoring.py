@@ -20,6 +20,7 @@ from brimful.data.readers.rows import Rows
 from brimful.data.writers.row_files import FORMS, Form, TableFile, form_of
 from brimful.diagnosis.answers import findings_of_answers
 from brimful.diagnosis.learning import Course
+from brimful.diagnosis.rows import RowFacts
 from brimful.tasks.scoring.mistakes import WrongRow
 from brimful.tasks.scoring.scorers import Scored
 
@@ -29,11 +30,16 @@ UNANSWERED = "for which the model gave no finite number"
 
 
 def evaluation_of(
-    scored: Scored, *, findings: Sequence[str] = (), course: Course = "open", **fields: Any
+    scored: Scored,
+    *,
+    findings: Sequence[str] = (),
+    course: Course = "open",
+    rows: RowFacts | None = None,
+    **fields: Any,
 ) -> Evaluation:
     """The record of these scores, with findings about its answers before those that are given.
 
-    course: of the training. fields: those of Evaluation that scores do not hold.
+    course, rows: of the training. fields: those of Evaluation that scores do not hold.
     """
     left_out = dict(fields.pop("left_out", {}))
     if scored.num_unanswered:
@@ -49,7 +55,7 @@ def evaluation_of(
         left_out=left_out,
         **fields,
     )
-    return replace(found, findings=(*findings_of_answers(found, course=course), *findings))
+    return replace(found, findings=(*findings_of_answers(found, course=course, rows=rows), *findings))
 
 
 def mistakes_of(

@@ -139,6 +139,14 @@ def test_without_evaluation_rows_there_is_no_record(model: Path, tmp_path: Path)
     assert run.baselines == {}
 
 
+def test_a_model_that_reads_less_than_the_linear_one_is_said_to(model: Path, tmp_path: Path) -> None:
+    run = train(model, tmp_path, max_length=3, max_steps=1, num_train_epochs=None, learning_rate=1e-9)
+    found = [finding for finding in run.findings if "linear model" in finding]
+    assert len(found) == 1
+    assert "90.0 % of the training rows are cut at 3 tokens, which the linear model reads whole" in found[0]
+    assert "try a longer --max-length" in found[0]
+
+
 class Warned(Callbacks):
     """Keeps warnings, and does something as each step is told of."""
 

@@ -73,6 +73,7 @@ def test_of_much_data_a_sample_is_seen_and_said(monkeypatch: pytest.MonkeyPatch)
     assert linear is not None
     assert linear.num_rows == 100
     assert linear.note == f"learned from 100 of {TRAINED.sum()} rows; read the first 500 characters of a text"
+    assert linear.most_characters == 500
 
 
 def test_nothing_to_learn_from_is_no_baseline() -> None:

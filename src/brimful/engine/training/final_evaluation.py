@@ -22,6 +22,7 @@ from brimful.core.evaluation import Evaluation
 from brimful.core.options.train import TrainOptions
 from brimful.core.records import Run, to_json
 from brimful.diagnosis.learning import Losses, chance_loss, course_of, findings_of_learning
+from brimful.diagnosis.rows import RowFacts
 from brimful.engine.prepare import Part, Prepared
 from brimful.engine.scoring import PredictionFile, evaluation_of, mistakes_of, truth_column
 from brimful.engine.training.baselines import Baselines
@@ -93,6 +94,7 @@ def final_evaluation(
             training, evaluated, picks_best=options.metric_for_best_model is not None, **given
         ),
         course=course_of(training, **given),
+        rows=_row_facts(prepared),
         predictions=str(folder / PREDICTIONS),
         options={"seed": options.seed},
         recipe=run.recipe,
@@ -111,6 +113,15 @@ def learning_findings(prepared: Prepared, options: TrainOptions, folder: Path, c
     training, evaluated = losses_in(folder / "events.jsonl", callbacks)
     picks_best = options.metric_for_best_model is not None
     return findings_of_learning(training, evaluated, picks_best=picks_best, **_given(prepared, options))
+
+
+def _row_facts(prepared: Prepared) -> RowFacts:
+    report = prepared.report
+    return RowFacts(
+        cut_share=report["truncated_share"],
+        max_length=prepared.max_length,
+        max_positions=prepared.facts.max_positions,
+    )
 
 
 def _given(prepared: Prepared, options: TrainOptions) -> dict[str, float | None]:

@@ -79,7 +79,7 @@ def constant_baseline(space: LabelSpace, training: npt.NDArray[Any], targets_N: 
 class LinearTask:
     """Rows that the linear model learns from and is scored on, drawn and shortened: plain data, for any process.
 
-    limits: what was left out of them, in words.
+    limits: what was left out of them, in words. most_characters: as of `Baseline`.
     """
 
     space: LabelSpace
@@ -89,6 +89,7 @@ class LinearTask:
     eval_targets_N: npt.NDArray[Any]
     seed: int
     limits: tuple[str, ...]
+    most_characters: int | None = None
 
     def fit(self) -> Baseline | None:
         """Train the model and score it. None where there is nothing to learn from: no words, or a single label."""
@@ -120,6 +121,7 @@ class LinearTask:
             num_rows=len(self.texts),
             train_s=time.perf_counter() - began,
             note="; ".join(self.limits) or None,
+            most_characters=self.most_characters,
         )
 
 
@@ -134,7 +136,8 @@ def linear_task(space: LabelSpace, training: Labelled, evaluation: Labelled, *, 
         for did, some, part in (("learned from", rows, training), ("scored on", eval_rows, evaluation))
         if len(some) < len(part)
     ]
-    limits += [f"read the first {longest:,} characters of a text"] if any(len(text) > longest for text in texts) else []
+    shortened = any(len(text) > longest for text in texts)
+    limits += [f"read the first {longest:,} characters of a text"] if shortened else []
     return LinearTask(
         space=space,
         texts=[text[:longest] for text in texts],
@@ -143,6 +146,7 @@ def linear_task(space: LabelSpace, training: Labelled, evaluation: Labelled, *, 
         eval_targets_N=evaluation.targets_N[eval_rows],
         seed=seed,
         limits=tuple(limits),
+        most_characters=longest if shortened else None,
     )
 
 

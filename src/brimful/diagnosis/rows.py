@@ -1,0 +1,38 @@
+"""Facts of the rows that a classifier was trained on, and findings about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from brimful.core.evaluation import Baseline
+from brimful.core.units import share_text
+
+#: Share of rows from which it matters that they are cut.
+_MANY_CUT = 0.05
+#: Most characters of a token, in words that a model knows: with fewer to each token the linear model reads less.
+_CHARACTERS_OF_TOKEN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFacts:
+    """Facts of training rows that scores depend on.
+
+    cut_share: of rows that are longer than `max_length` tokens. max_positions: of the model; None for any number.
+    """
+
+    cut_share: float = 0.0
+    max_length: int = 0
+    max_positions: int | None = None
+
+    def unread(self, linear: Baseline) -> tuple[str, str] | None:
+        """What the linear model reads of the rows beyond the model, in words, and the remedy.
+
+        None where it reads no more, or where few rows are cut.
+        """
+        read = linear.most_characters
+        if self.cut_share < _MANY_CUT or (read is not None and read < _CHARACTERS_OF_TOKEN * self.max_length):
+            return None
+        its = "which the linear model reads whole" if read is None else f"the linear model at {read:,} characters"
+        longer = self.max_positions is None or self.max_length < self.max_positions
+        remedy = "a longer --max-length" if longer else "a model with more positions"
+        return f"{share_text(self.cut_share)} of the training rows are cut at {self.max_length:,} tokens, {its}", remedy
