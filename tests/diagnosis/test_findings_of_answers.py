@@ -97,6 +97,29 @@ def test_the_linear_model_that_reads_more_of_the_rows_is_said_to() -> None:
         assert said(rows, read) == as_of_whole_rows
 
 
+@pytest.mark.parametrize(
+    ("number", "of", "said"),
+    [
+        (2100, 10_000, "2,100 of 10,000 evaluation rows have the text of a training row (21.0 %), so scores are"),
+        (
+            1,
+            40,
+            "1 of 40 evaluation rows has the text of a training row (2.5 %), so scores are too high: remove it from",
+        ),
+        (1, 4000, None),
+        (0, 0, None),
+    ],
+)
+def test_evaluation_rows_that_are_trained_on_come_first(number: int, of: int, said: str | None) -> None:
+    poor = record("single_label", np.tile([3.0, 0, 0], (300, 1)), CLASSES)
+    found = findings_of_answers(poor, rows=RowFacts(num_trained_on=number, num_evaluated=of))
+    if said is None:
+        assert found == list(poor.findings)
+    else:
+        assert found[0].startswith(said)
+        assert found[1:] == list(poor.findings)
+
+
 def test_labels_that_are_told_apart_though_accuracy_is_no_higher() -> None:
     rare = (np.arange(600) < 30).astype(np.int64)
     answers = rare | ((np.arange(600) >= 30) & (np.arange(600) < 70)).astype(np.int64)

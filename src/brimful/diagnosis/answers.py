@@ -39,8 +39,10 @@ _ADVICE_OF_CUT: dict[Course, str] = {
 def findings_of_answers(evaluation: Evaluation, *, course: Course = "open", rows: RowFacts | None = None) -> list[str]:
     """The gravest first. course, rows: of the training."""
     kinds = {"single_label": _of_one_label, "multi_label": _of_several_labels, "regression": _of_numbers}
-    found = list(kinds[evaluation.labels.task](evaluation))
-    if (linear := _worse_than_linear(evaluation, course, rows or RowFacts())) is not None:
+    facts = rows or RowFacts()
+    found = [] if (trained_on := facts.trained_on()) is None else [trained_on]
+    found += kinds[evaluation.labels.task](evaluation)
+    if (linear := _worse_than_linear(evaluation, course, facts)) is not None:
         found.append(linear)
     return [*found, *_of_confidence(evaluation), *_of_rows(evaluation)]
 

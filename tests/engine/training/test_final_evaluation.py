@@ -18,6 +18,8 @@ from brimful.core.records import Run, from_json
 from brimful.engine.training import evaluations
 from brimful.engine.training.evaluations import Evaluations
 from brimful.engine.training.final_evaluation import losses_in
+from brimful.reports.terminal import Terminal
+from pages import Page
 from runs import single_label_rows, write_rows
 
 
@@ -43,7 +45,7 @@ def train(model: Path, folder: Path, **options: Any) -> Run:
         write_rows(data, single_label_rows(60))
         write_rows(held_out, single_label_rows(40, seed=1))
     given = {"batch_size": 8, "num_train_epochs": 2, "learning_rate": 1e-3, "eval_data": held_out, **options}
-    return package.train(data, model=model, output=folder / "run", callbacks=Callbacks(), **given)
+    return package.train(data, model=model, output=folder / "run", **{"callbacks": Callbacks(), **given})
 
 
 def evaluation(folder: Path) -> Evaluation:
@@ -145,6 +147,22 @@ def test_a_model_that_reads_less_than_the_linear_one_is_said_to(model: Path, tmp
     assert len(found) == 1
     assert "90.0 % of the training rows are cut at 3 tokens, which the linear model reads whole" in found[0]
     assert "try a longer --max-length" in found[0]
+
+
+def test_evaluation_rows_that_are_trained_on_are_the_first_finding(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", single_label_rows(60))
+    write_rows(tmp_path / "held-out.jsonl", [*single_label_rows(10), *single_label_rows(30, seed=1)])
+    run = train(model, tmp_path, max_steps=1, num_train_epochs=None, baselines=False, callbacks=Terminal())
+    shared = run.data["eval_texts_in_train"]
+    assert shared >= 10
+    assert run.findings[0].startswith(f"{shared} of 40 evaluation rows have the text of a training row (")
+    assert f"warning: {run.findings[0]}" in capsys.readouterr().err
+    saved = from_json(Run, (tmp_path / "run" / "run.json").read_text("utf-8"))
+    assert (saved.findings, evaluation(tmp_path).findings) == (run.findings, run.findings)
+    page = Page(package.report(tmp_path / "run").read_text("utf-8"))
+    assert f"{run.findings[0]}." in page.text
 
 
 class Warned(Callbacks):

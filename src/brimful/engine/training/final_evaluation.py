@@ -121,6 +121,8 @@ def _row_facts(prepared: Prepared) -> RowFacts:
         cut_share=report["truncated_share"],
         max_length=prepared.max_length,
         max_positions=prepared.facts.max_positions,
+        num_trained_on=report["eval_texts_in_train"] or 0,
+        num_evaluated=report["eval_rows"] or 0,
     )
 
 
