@@ -21,7 +21,7 @@ from brimful.core import atomic_files
 from brimful.core.comparison import Comparison
 from brimful.core.errors import DataError, OptionError
 from brimful.core.evaluation import Evaluation
-from brimful.core.records import Lever, Machine, Recipe, from_json, to_json
+from brimful.core.records import Learning, Lever, Machine, Recipe, from_json, to_json
 from brimful.reports.comparison_page import comparison_page
 from brimful.reports.comparison_text import comparison_text
 from commands import Brimful, call
@@ -75,6 +75,23 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     ):
         assert said in text
     assert from_json(Comparison, to_json(found)) == found
+
+
+def test_what_was_chosen_is_compared_with_what_was_asked_for(tmp_path: Path) -> None:
+    chosen = Learning(learning_rate=1e-4, num_train_epochs=5.0, num_warmup_steps=4, reason="by a width of 768")
+    first, same = (write_side(tmp_path / name, learning=chosen) for name in ("first", "same"))
+    for folder, rate, warmup in ((tmp_path / "asked", 1e-4, 4), (tmp_path / "higher", 2e-4, 0)):
+        write_side(folder, learning=replace(chosen, learning_rate=rate, num_warmup_steps=warmup))
+        run = json.loads((folder / "run.json").read_text("utf-8"))
+        run["options"] |= {"learning_rate": rate, "warmup_steps": warmup, "num_train_epochs": 5.0}
+        (folder / "run.json").write_text(json.dumps(run), "utf-8")
+    assert brimful.compare(first, same, tmp_path / "asked").differences == ()
+    found = brimful.compare(first, tmp_path / "higher", tmp_path / "asked")
+    assert [(each.name, each.values) for each in found.differences] == [
+        ("--learning-rate", ("0.0001 (chosen)", "0.0002", "0.0001")),
+        ("--warmup-steps", ("4 (chosen)", "0", "4")),
+    ]
+    assert "What was learned: what differs" in comparison_text(found)
 
 
 def test_what_cannot_be_paired_is_said(tmp_path: Path) -> None:
@@ -155,6 +172,10 @@ def test_evaluations_are_compared_too(tmp_path: Path) -> None:
     assert [each.kind for each in found.compared] == ["evaluation", "evaluation"]
     assert [(each.name, each.values) for each in found.differences] == [("--model", ("one", "another"))]
     assert found.paired[0].num_rows == 40
+    text = comparison_text(found)
+    assert "What was evaluated: what differs" in text
+    assert "What was learned" not in text
+    assert "What was evaluated" in Page(comparison_page(found)).text
 
 
 def test_the_command_without_torch(tmp_path: Path) -> None:

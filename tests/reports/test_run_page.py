@@ -164,10 +164,12 @@ def test_plans_and_limits_are_beside_what_was_measured(tmp_path: Path) -> None:
     parts = {"weights": 3 << 30, "activations": 1 << 30}
     peak = PeakMemory(total=5 << 30, reserved=4 << 30, components=parts)
     options = {**run.options, "memory_limit": "8GiB", "activation_memory": "1.5GiB"}
-    learning = Learning(learning_rate=1e-3, num_train_epochs=3.0, num_warmup_steps=0)
+    reason = "by a width of 768"
+    learning = Learning(learning_rate=1e-3, num_train_epochs=3.0, num_warmup_steps=1, reason=reason)
     folder = write_run(tmp_path / "run", replace(run, options=options, peak_bytes=peak, learning=learning), evaluation)
     text = Page(run_page(run_of(folder))).text
     assert "Steps8040" in text
+    assert "Peak learning rate0.001 warm-up of 1 step; chosen: by a width of 768" in text
     assert "Memory (--memory-limit)at most 8.0 GiB4.0 GiB" in text
     assert "Activations (--activation-memory)at most 1.5 GiB1.0 GiB" in text
     assert "Epochs" not in text  # the log has none to put beside

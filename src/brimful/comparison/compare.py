@@ -18,7 +18,7 @@ from brimful.core.evaluation import MAIN_METRIC, Evaluation, Metric
 from brimful.core.options.checks import flag
 from brimful.core.options.compare import CompareOptions
 from brimful.core.options.train import NOT_PART_OF_THE_RUN
-from brimful.core.records import Machine, Recipe, TaskName
+from brimful.core.records import Machine, Recipe, Run, TaskName
 from brimful.reports.comparison_page import comparison_page
 from brimful.reports.run_record import RunReport, read_record
 from brimful.reports.write import check_page
@@ -33,10 +33,12 @@ _LEARNED = frozenset({"data", "eval_data", "num_train_epochs", "max_steps", "max
 
 @dataclass(frozen=True, kw_only=True)
 class _Side:
-    """A folder as it was read. settings: by part and name. source: what its evaluation rows are from."""
+    """A folder as it was read. settings: by part and name. chosen: those that nobody asked for. source: what its
+    evaluation rows are from."""
 
     compared: Compared
     settings: Mapping[tuple[str, str], str]
+    chosen: frozenset[tuple[str, str]] = frozenset()
     task: TaskName | None = None
     source: str | None = None
     answers: Answers | None = None
@@ -118,14 +120,31 @@ def _run(report: RunReport, folder: Path, name: str) -> _Side:
         losses=tuple((each.step, each.loss) for each in report.steps if each.loss is not None),
         evaluated=tuple((e.step, e.metrics[main]) for e in report.evaluations if main in e.metrics),
     )
+    chosen = _chosen(run)
     return _Side(
         compared=compared,
-        settings=_settings({"model": run.model, **run.options}, run.recipe, run.machine)
+        settings=_settings({"model": run.model, **run.options, **chosen}, run.recipe, run.machine)
         | {("learned", "data fingerprint"): run.data_fingerprint[:16]},
+        chosen=frozenset(("learned", flag(name)) for name in chosen),
         task=run.labels.task,
         source=run.data_fingerprint.rpartition("+")[2],
         answers=read_answers(folder / "predictions.parquet"),
     )
+
+
+def _chosen(run: Run) -> dict[str, Any]:
+    """Learning rate, epochs and warm-up that nobody asked for, as options."""
+    asked, learning = run.options, run.learning
+    if learning is None:
+        return {}
+    found: dict[str, Any] = {}
+    if asked.get("learning_rate") is None:
+        found["learning_rate"] = learning.learning_rate
+    if asked.get("num_train_epochs") is None and learning.num_train_epochs is not None:
+        found["num_train_epochs"] = learning.num_train_epochs
+    if asked.get("warmup_steps") is None and asked.get("warmup_ratio") is None:
+        found["warmup_steps"] = learning.num_warmup_steps
+    return found
 
 
 def _evaluation(record: Evaluation, folder: Path, name: str) -> _Side:
@@ -169,14 +188,23 @@ def _settings(options: Mapping[str, Any], recipe: Recipe | None, machine: Machin
 
 
 def _differences(sides: Sequence[_Side]) -> tuple[Difference, ...]:
-    """Settings that are not the same everywhere, in the order of the first folder that has them."""
+    """Settings that are not the same everywhere, in the order of the first folder that has them.
+
+    Options of an evaluation decide what is evaluated, not what was learned.
+    """
+    evaluated = any(side.compared.kind == "evaluation" for side in sides)
     keys = dict.fromkeys(key for side in sides for key in side.settings if _is_shared(key, sides))
     found = []
-    for part, name in keys:
-        values = tuple(side.settings.get((part, name)) for side in sides)
+    for key in keys:
+        part, name = key
+        values = tuple(side.settings.get(key) for side in sides)
         if len(set(values)) > 1:
-            found.append(Difference(name=name, values=values, part=part))  # type: ignore[arg-type]
-    order = ("learned", "run", "machine")
+            shown = tuple(
+                f"{value} (chosen)" if key in side.chosen else value for value, side in zip(values, sides, strict=True)
+            )
+            under: Any = "evaluated" if part == "learned" and evaluated else part
+            found.append(Difference(name=name, values=shown, part=under))
+    order = ("learned", "evaluated", "run", "machine")
     return tuple(sorted(found, key=lambda each: order.index(each.part)))
 
 

@@ -43,12 +43,13 @@ class Compared:
 class Difference:
     """A setting that is not the same everywhere: as text of each folder, None where it is not set or not known.
 
-    part: `learned` for what decides what is learned, `run` for how it was run, `machine` for where.
+    part: `learned` for what decides what is learned, of evaluations `evaluated`, `run` for how it was run, `machine`
+    for where. ` (chosen)` stands behind a value that nobody asked for.
     """
 
     name: str
     values: tuple[str | None, ...]
-    part: Literal["learned", "run", "machine"]
+    part: Literal["learned", "evaluated", "run", "machine"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,12 @@ from brimful.reports.text_columns import aligned, fitted
 
 _NAME, _VALUE = 36, 34
 #: Parts of the settings, by their headings.
-PARTS = {"learned": "What was learned", "run": "How it ran", "machine": "Where it ran"}
+PARTS = {
+    "learned": "What was learned",
+    "evaluated": "What was evaluated",
+    "run": "How it ran",
+    "machine": "Where it ran",
+}
 UNKNOWN = "–"
 
 

@@ -68,6 +68,7 @@ def run_page(report: RunReport) -> str:
         warnings=[f"{said[:1].upper()}{said[1:]}." for said in run.findings],
         notices=_notices(report),
         tiles=_tiles(report),
+        learning=_learning(report),
         curves=[figure(chart) for chart in _curves(report)],
         time=_time(report),
         memory=_memory(report),
@@ -131,6 +132,15 @@ def _tiles(report: RunReport) -> list[tuple[str, str | None, str | None]]:
     peak = run.peak_bytes
     tiles.append(("Peak memory", None if peak.total is None else bytes_text(peak.total), peak.moment))
     return tiles
+
+
+def _learning(report: RunReport) -> list[tuple[str, str, str | None]]:
+    """Peak of the learning rate and warm-up, with the reasons of what was chosen."""
+    if (learning := report.run.learning) is None:
+        return []
+    warmup = f"warm-up of {learning.num_warmup_steps:,} step{'' if learning.num_warmup_steps == 1 else 's'}"
+    chosen = f"; chosen: {learning.reason}" if learning.reason else ""
+    return [("Peak learning rate", f"{learning.learning_rate:g}", warmup + chosen)]
 
 
 def _curves(report: RunReport) -> list[Chart]:
