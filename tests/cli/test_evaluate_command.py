@@ -83,6 +83,20 @@ def test_the_text_shows_metrics_intervals_and_what_stands_out(brimful: Brimful, 
     assert "always answering 'good'" in said.out or "every row is given" in said.out
 
 
+def test_rows_that_are_cut_are_counted_on_the_terminal(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    """As a warning, and as a note where the length was asked for; both are in the record."""
+    data = labelled(tmp_path / "rows.csv", ["good"] * 30 + ["bad"] * 30)
+    asked = brimful("evaluate", files.classifier, data, *FAST, "--max-length", "4", "--json")
+    cut = "60 (100.0 %) of 60 rows were longer than 4 tokens (as asked for), and were cut (--max-length)"
+    assert f"  {cut}\n" in asked.err
+    assert cut in from_json(Evaluation, asked.out).notes
+    limit = json.loads((files.classifier / "config.json").read_text("utf-8"))["max_position_embeddings"]
+    long = write_csv(tmp_path / "long.csv", ("text", "label"), [("good " * 2 * limit, "good"), ("good", "good")])
+    said = brimful("evaluate", files.classifier, long, *FAST)
+    assert f"warning: 1 (50.0 %) of 2 rows was longer than {limit} tokens (" in said.err
+    assert "were cut" not in brimful("evaluate", files.classifier, data, *FAST).err
+
+
 def test_so_many_rows_drawn_by_a_seed(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     data = labelled(tmp_path / "rows.csv", ["good" if number % 3 else "bad" for number in range(60)])
     whole, some = tmp_path / "whole.parquet", tmp_path / "some.parquet"

@@ -22,6 +22,7 @@ from brimful.core.evaluation import Baseline, Evaluation, Mistake
 from brimful.core.options.classify import ClassifyOptions
 from brimful.core.options.evaluate import EvaluateOptions
 from brimful.core.place import find_place
+from brimful.core.units import part_text
 from brimful.data.labels.columns import Columns, check_exists, find_columns
 from brimful.data.readers.fields import rows_with_fields
 from brimful.data.readers.file_format import FileFormat
@@ -52,6 +53,7 @@ from brimful.engine.classification.windows import Reading, WindowSize
 from brimful.engine.evaluation.truth import Truth, read_truth
 from brimful.engine.read_examples import report_columns
 from brimful.engine.scoring import PredictionFile, evaluation_of, mistakes_of, prediction_form, truth_column
+from brimful.engine.sequence_lengths import Longest
 from brimful.engine.signals import passing_on
 from brimful.hardware.asked import asked_of
 from brimful.hardware.device_memory import device_memory
@@ -114,7 +116,7 @@ def evaluate_model(
         begin(ranks, Begin(job=job))
         if ranks.count > 1:
             callbacks.note(f"{ranks.count} processes share the rows")
-        run = _Pass(options, given, request, runner, workers, ranks, log, callbacks)
+        run = _Pass(options, given, request, runner, workers, ranks, log, callbacks, checked.longest)
         stack.callback(run.discard)
         callbacks.stage("evaluating")
         run.through()
@@ -312,10 +314,11 @@ class _Pass:
 
     def __init__(
         self, options: EvaluateOptions, given: _Given, request: TextRequest, runner: Runner, workers: GpuWorkers,
-        ranks: Ranks, log: OutOfMemoryLog, callbacks: Callbacks,
+        ranks: Ranks, log: OutOfMemoryLog, callbacks: Callbacks, longest: Longest,
     ) -> None:  # fmt: skip
         self._options, self._given, self._request, self._runner = options, given, request, runner
         self._workers, self._ranks, self._log, self._callbacks = workers, ranks, log, callbacks
+        self._longest = longest
         truth = given.truth
         named = {"seed": options.seed, "resamples": options.resamples, "threshold": options.threshold}
         self.scorer = make_scorer(truth.space, truth.targets_N, **named)  # type: ignore[arg-type]
@@ -374,11 +377,14 @@ class _Pass:
         """Rows that were cut."""
         if not self._num_truncated:
             return []
-        said = "row was" if self._num_truncated == 1 else "rows were"
-        return [f"{self._num_truncated:,} {said} longer than the longest sequence, and cut (--max-length)"]
+        count, of, were = self._num_truncated, self._done, "was" if self._num_truncated == 1 else "were"
+        than = f"{self._longest.tokens:,} tokens ({self._longest.reason})"
+        return [f"{part_text(count, of)} of {of:,} rows {were} longer than {than}, and {were} cut (--max-length)"]
 
     def finish(self) -> None:
-        """Give the file of answers its name."""
+        """Say how many rows were cut, a note where the length was asked for, and give the file of answers its name."""
+        for said in self.notes():
+            (self._callbacks.note if self._longest.asked else self._callbacks.warning)(said)
         if self._file is not None:
             self._file.finish()
             self._callbacks.note(f"written: {self._options.output}")
