@@ -15,7 +15,7 @@ from brimful.core.records import LabelSpace
 from brimful.tasks.answers import sigmoid, softmax
 from brimful.tasks.scoring import scorers
 from brimful.tasks.scoring.choose import make_scorer
-from brimful.tasks.scoring.resampling import MOST_GROUPS
+from brimful.tasks.scoring.resampling import MOST_GROUPS, least_sum
 from brimful.tasks.scoring.scorers import Scored
 
 NAMES = ("bad", "fair", "good")
@@ -244,6 +244,42 @@ def test_a_perfect_score_has_the_bound_of_its_rows() -> None:
     assert found.metrics["accuracy"] == Metric(value=1.0, low=pytest.approx(0.025 ** (1 / 30)), high=1.0)
     assert found.by_label[0].metrics["recall"] == Metric(value=1.0, low=pytest.approx(0.025 ** (1 / 10)), high=1.0)
     assert found.metrics["auc_macro"].low == pytest.approx(0.025 ** (1 / 30))
+
+
+def test_recalls_of_none_and_all_leave_an_interval() -> None:
+    """Every row is given one label: each resample has the same recalls, and their mean has exact bounds."""
+    targets = np.repeat([0, 1, 2], (20, 8, 2))
+    found = scored("single_label", np.tile(np.float32([3, 0, 0]), (30, 1)), targets)
+    low, high = ends(found.metrics["balanced_accuracy"])
+    assert value(found.metrics["balanced_accuracy"]) == pytest.approx(1 / 3)
+    assert low == pytest.approx(0.025 ** (1 / 20) / 3)
+    assert high == pytest.approx(1 - least_sum(np.array([8.0, 2.0])) / 3)
+    assert found.metrics["matthews_correlation"].low is None
+    perfect = scored("single_label", (10 * np.eye(3)[targets]).astype(np.float32), targets).metrics
+    assert ends(perfect["balanced_accuracy"]) == pytest.approx((least_sum(np.array([20.0, 8.0, 2.0])) / 3, 1.0))
+    assert ends(perfect["balanced_accuracy"])[0] < ends(perfect["accuracy"])[0]  # two rows say little of their label
+
+
+@pytest.mark.parametrize("rows", [(10, 10), (10, 2), (50, 1), (3, 0)])
+def test_the_least_sum_of_shares_is_that_of_a_search(rows: tuple[int, int]) -> None:
+    first = np.linspace(1e-4, 1, 20_001)
+    with np.errstate(divide="ignore"):
+        second = np.minimum(1, (0.025 / first ** rows[0]) ** (1 / rows[1])) if rows[1] else np.zeros(len(first))
+    likely = first ** rows[0] * (second ** rows[1]) >= 0.025 - 1e-12
+    assert least_sum(np.array(rows, float)) == pytest.approx((first + second)[likely].min(), abs=1e-3)
+
+
+def test_several_labels_that_no_resample_tells_apart() -> None:
+    """One label is always right and another never given: the F1 of both is known of these rows only."""
+    targets = np.tile(np.float32([1, 1]), (40, 1))
+    found = scored("multi_label", np.tile(np.float32([3, -3]), (40, 1)), targets).metrics
+    assert found["f1_macro"] == Metric(value=0.5)
+    assert found["recall_micro"] == Metric(value=0.5)
+    bound = 0.025 ** (1 / 40)
+    assert ends(found["label_accuracy"]) == pytest.approx((0.5 * bound, 1 - 0.5 * bound))
+    assert ends(found["accuracy"]) == pytest.approx((0.0, 1 - bound))
+    of_thirds = scored("multi_label", np.tile(np.float32([3, 3, -3]), (40, 1)), np.ones((40, 3), np.float32)).metrics
+    assert ends(of_thirds["label_accuracy"]) == pytest.approx((2 / 3 * bound, 1 - bound / 3))
 
 
 def test_answers_that_are_all_one_number_have_no_correlation() -> None:

@@ -18,7 +18,17 @@ from brimful.tasks.metrics.confusion import Confusion
 from brimful.tasks.metrics.ranking_scores import RankingScores, log_odds
 from brimful.tasks.scoring.ranks import Aucs, one_vs_rest_aucs
 from brimful.tasks.scoring.resampling import Ends, Metrics
-from brimful.tasks.scoring.scorers import Flags, Floats, Integers, Scored, Scorer, Singles, as_metric, bounded
+from brimful.tasks.scoring.scorers import (
+    Flags,
+    Floats,
+    Integers,
+    Scored,
+    Scorer,
+    Singles,
+    as_metric,
+    bounded,
+    bounded_mean,
+)
 
 #: Bins of confidence, of equal width from 0 to 1.
 BINS = 15
@@ -173,7 +183,10 @@ class SingleLabelScorer(_LabelScorer):
         found, aucs = self._intervals(), self._aucs()
         names = ("accuracy", "balanced_accuracy", "f1_macro", "f1_weighted", "matthews_correlation", "accuracy_top5")
         metrics = {name: as_metric(found[name]) for name in (*names, "log_loss", "brier") if name in found}
+        tp, truth, _ = self._counts(self._sums_GK.sum(0))
+        balanced = bounded_mean(metrics["balanced_accuracy"], tp, truth)
         metrics = {name: bounded(metric, self._num_rows, is_share=name in _SHARES) for name, metric in metrics.items()}
+        metrics["balanced_accuracy"] = balanced
         metrics["ece"] = Metric(value=as_metric(found["ece"]).value)  # its resamples lie too high: no interval
         if aucs is not None:
             metrics["auc_macro"] = as_metric(aucs.macro)
@@ -272,7 +285,9 @@ class MultiLabelScorer(_LabelScorer):
         found, aucs = self._intervals(), self._aucs()
         names = ("f1_micro", "f1_macro", "precision_micro", "recall_micro", "accuracy", "label_accuracy")
         metrics = {
-            name: bounded(as_metric(found[name]), self._num_rows, is_share=name in names)
+            name: bounded(
+                as_metric(found[name]), self._num_rows, is_share=name in names, is_mean=name == "label_accuracy"
+            )
             for name in (*names, "log_loss", "brier")
         }
         metrics["ece"] = Metric(value=as_metric(found["ece"]).value)  # its resamples lie too high: no interval

@@ -25,8 +25,8 @@ _MOST_SUMS, _MOST_RESAMPLED = 1 << 22, 1 << 23
 _TAILS = (0.025, 0.975)
 
 METHOD = (
-    "percentile bootstrap over rows, beyond 4,096 rows over random groups of rows; where every answer is right, the"
-    " exact binomial bound; AUC by DeLong, Spearman's correlation by Bonett and Wright; none for the calibration error,"
+    "percentile bootstrap over rows, beyond 4,096 rows over random groups of rows; where no resample can differ,"
+    " exact bounds; AUC by DeLong, Spearman's correlation by Bonett and Wright; none for the calibration error,"
     " whose resamples lie too high"
 )
 
@@ -83,3 +83,20 @@ def _ends(values_B: Floats) -> tuple[Floats, Floats]:
 def perfect_bound(num_rows: float) -> float:
     """Least share of right answers with which `num_rows` right ones of as many are still likely (Clopper-Pearson)."""
     return float(_TAILS[0] ** (1 / num_rows)) if num_rows > 0 else 0.0
+
+
+def least_sum(num_rows_K: Floats) -> float:
+    """Least sum of K shares of right answers with which all rows are still likely to be right, `num_rows_K` of each.
+
+    It is `K * perfect_bound(sum)` where each has as many rows. A share p of n rows makes these right with p^n, and the
+    product of all is at least a tail: the sum is least where shares are in proportion to their rows, none above 1.
+    """
+    rows_K = np.sort(num_rows_K[num_rows_K > 0])
+    shares_K = np.ones(len(rows_K))
+    for lowered in range(1, len(rows_K) + 1):
+        few = rows_K[:lowered]
+        scale = np.exp((np.log(_TAILS[0]) - (few * np.log(few)).sum()) / few.sum())
+        if lowered == len(rows_K) or scale * rows_K[lowered] >= 1:
+            shares_K[:lowered] = scale * few
+            break
+    return float(shares_K.sum())

@@ -30,6 +30,7 @@ from brimful.tasks.scoring.resampling import (
     Metrics,
     dealt_groups,
     intervals,
+    least_sum,
     num_groups,
     perfect_bound,
 )
@@ -41,6 +42,8 @@ Flags = npt.NDArray[np.bool_]
 
 #: Resamples of a bootstrap.
 RESAMPLES = 1000
+#: Difference of resamples that is of the order in which rows are summed, as a share of the value.
+_ROUNDING = 1e-12
 #: Scores that are kept for metrics of ranks, in all.
 MOST_KEPT = 1 << 23
 
@@ -147,15 +150,33 @@ def as_metric(ends: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]) -> Metri
     return Metric(value=value, low=low, high=high)
 
 
-def bounded(metric: Metric, num_rows: float, *, is_share: bool = True) -> Metric:
+def bounded(metric: Metric, num_rows: float, *, is_share: bool = True, is_mean: bool = False) -> Metric:
     """A share whose resamples cannot differ from 0 or 1 gets the exact binomial bound of so many rows.
 
-    Other numbers whose resamples do not differ have no interval.
+    is_mean: of what each row has, so that the bound is of rows that have something else, whatever the value. Other
+    numbers whose resamples do not differ have no interval.
     """
-    if metric.low is None or metric.low != metric.high or not num_rows:
+    value = metric.value
+    if value is None or metric.low is None or metric.high is None or not num_rows:
         return metric
-    if not is_share:
-        return Metric(value=metric.value)
-    if metric.value == 1:
-        return Metric(value=1.0, low=perfect_bound(num_rows), high=1.0)
-    return Metric(value=0.0, low=0.0, high=1 - perfect_bound(num_rows)) if metric.value == 0 else metric
+    if max(value - metric.low, metric.high - value) > _ROUNDING * abs(value):
+        return metric
+    if not (is_share and (is_mean or value in (0, 1))):
+        return Metric(value=value)
+    bound = perfect_bound(num_rows)
+    return Metric(value=value, low=value * bound, high=1 - (1 - value) * bound)
+
+
+def bounded_mean(metric: Metric, right_C: Floats, num_rows_C: Floats) -> Metric:
+    """A mean of shares that are each 0 or 1, which no resample shows to vary, gets exact bounds.
+
+    right_C, num_rows_C: right answers, of so many rows. The low end is that of the shares of 1 with the others at 0,
+    the high end that of the shares of 0 with the others at 1.
+    """
+    known_C = num_rows_C > 0
+    all_C, none_C = known_C & (right_C == num_rows_C), known_C & (right_C == 0)
+    count = int(known_C.sum())
+    if metric.low is None or not count or (all_C | none_C).sum() < count:
+        return metric
+    low, high = least_sum(num_rows_C[all_C]), count - least_sum(num_rows_C[none_C])
+    return Metric(value=metric.value, low=low / count, high=high / count)
