@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from brimful.core.callbacks import Progress
+from brimful.core.callbacks import Progress, StepsDone
 from brimful.core.records import Lever, Recipe
 from brimful.reports.eta import Pace
 from brimful.reports.terminal import Terminal
@@ -119,6 +119,22 @@ def test_a_pass_says_its_rate_and_what_is_left(capsys: pytest.CaptureFixture[str
     shown = lines(capsys)
     assert shown[1] == "401,000 of 406,000 rows  100 rows/s  50.0 s left"
     assert shown[4] == "404,000 of 406,000 rows  100 rows/s  20.0 s left"
+
+
+def test_steps_are_told_of_where_no_line_is_logged(capsys: pytest.CaptureFixture[str], seconds: list[float]) -> None:
+    terminal = Terminal()
+    terminal.recipe(RECIPE)
+    capsys.readouterr()
+    for second in range(0, 45, 5):
+        seconds[0] = float(second)
+        loss, rate = (0.5, 2.0) if second >= 20 else (None, 0.04)
+        terminal.stepped(StepsDone(done=second, num_steps=1200, loss=loss, steps_per_s=rate, left_s=3723.0))
+    assert lines(capsys) == [
+        "step 10 of 1,200  25 s a step  1 h 02 min left",
+        "step 20 of 1,200  loss 0.5000  2 steps/s  1 h 02 min left",
+        "step 30 of 1,200  loss 0.5000  2 steps/s  1 h 02 min left",
+        "step 40 of 1,200  loss 0.5000  2 steps/s  1 h 02 min left",
+    ]
 
 
 def test_a_stream_of_unknown_length_says_what_it_can(capsys: pytest.CaptureFixture[str], seconds: list[float]) -> None:

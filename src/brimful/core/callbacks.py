@@ -35,6 +35,21 @@ class Progress:
     memory_bytes: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepsDone:
+    """Steps of a training run between two of its logged lines.
+
+    done: of `num_steps`. loss: mean over the batches since the last progress, None where none is read yet. steps_per_s:
+    since the run began. left_s: estimated by that.
+    """
+
+    done: int
+    num_steps: int
+    loss: float | None
+    steps_per_s: float
+    left_s: float
+
+
 class Callbacks:
     """Hears everything and says nothing. Subclasses override what they care about; none may raise."""
 
@@ -55,6 +70,9 @@ class Callbacks:
 
     def progress(self, progress: Progress) -> None:
         """Training went on."""
+
+    def stepped(self, steps: StepsDone) -> None:
+        """Training went on, and no progress was told for some seconds: a step may take long."""
 
     def count(self, done: int, total: int | None, share: float | None = None) -> None:
         """Of `total` rows, `done` are done, in the stage begun last.

@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from brimful.core.callbacks import Callbacks
+from brimful.core.callbacks import Callbacks, StepsDone
 from brimful.core.callbacks import Progress as TrainingProgress
 from brimful.core.errors import listed, printable
 from brimful.core.evaluation import Evaluation
@@ -157,6 +157,12 @@ class Terminal(Callbacks):
             f"  {seconds_text(progress.left_s)} left"
         )
         self._draw(text, progress.step, progress.num_steps)
+
+    def stepped(self, steps: StepsDone) -> None:
+        loss = "" if steps.loss is None else f"  loss {steps.loss:.4f}"
+        rate = f"{steps.steps_per_s:.3g} steps/s" if steps.steps_per_s >= 1 else f"{1 / steps.steps_per_s:.3g} s a step"
+        text = f"step {steps.done:,} of {steps.num_steps:,}{loss}  {rate}  {seconds_text(steps.left_s)} left"
+        self._draw(text, steps.done, steps.num_steps)
 
     def count(self, done: int, total: int | None, share: float | None = None) -> None:
         if total is not None and done >= total:
@@ -297,6 +303,9 @@ class Quiet(Terminal):
         pass
 
     def progress(self, progress: TrainingProgress) -> None:
+        pass
+
+    def stepped(self, steps: StepsDone) -> None:
         pass
 
     def count(self, done: int, total: int | None, share: float | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -15,8 +16,9 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import brimful
-from brimful.core.callbacks import Callbacks, Progress
+from brimful.core.callbacks import Callbacks, Progress, StepsDone
 from brimful.core.errors import OptionError
+from brimful.engine.training import loop
 from runs import contents, events, learned, save_tiny_model, single_label_rows, texts, write_rows
 from tolerances import MODEL_FP32, RUN_LOSS_FP32, difference
 
@@ -175,6 +177,32 @@ def test_a_listener_hears_the_run(model: Path, rows: Path, tmp_path: Path) -> No
     heard = Heard()
     brimful.train(rows, model=model, output=tmp_path / "run", callbacks=heard, **SIZES | {"logging_steps": 4})
     assert (heard.steps, heard.evaluated_after) == ([4, 8], [7, 10])
+
+
+def test_steps_are_told_of_between_logged_lines(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them where each takes long enough, on a CPU as soon as they are computed."""
+
+    class Heard(Callbacks):
+        def __init__(self) -> None:
+            self.steps: list[StepsDone] = []
+
+        def stepped(self, steps: StepsDone) -> None:
+            self.steps.append(steps)
+
+    found = []
+    for seconds in (math.inf, 0.0):
+        monkeypatch.setattr(loop, "_STEPS_EVERY_S", seconds)
+        heard, given = Heard(), SIZES | {"logging_steps": 100}
+        brimful.train(rows, model=model, output=tmp_path / f"{seconds}", callbacks=heard, **given)
+        found.append(heard.steps)
+    assert found[0] == []
+    assert [steps.done for steps in found[1]] == [*range(1, 11)]
+    assert found[1][0].loss is None
+    assert found[1][-1].loss == pytest.approx(math.log(3), abs=0.5)
+    assert found[1][-1].left_s == 0
+    assert all(steps.num_steps == 10 and steps.steps_per_s > 0 for steps in found[1])
 
 
 def test_the_record_repeats_the_run(model: Path, rows: Path, tmp_path: Path) -> None:

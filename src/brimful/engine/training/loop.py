@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 
-from brimful.core.callbacks import Progress
+from brimful.core.callbacks import Progress, StepsDone
 from brimful.core.errors import (
     BrimfulError,
     DataError,
@@ -56,6 +56,8 @@ _LAST_CHECKPOINT_S = 20.0
 _FINISH_S = 1.0
 #: Seconds between lines of the log that say where the time went.
 _TIME_EVERY_S = 10.0
+#: Seconds without a logged line after which steps are told of, and between two times.
+_STEPS_EVERY_S = 5.0
 _STOPPING = "told to stop: a checkpoint is saved first; Ctrl-C leaves at once"
 
 
@@ -87,7 +89,7 @@ class TrainingLoop:
         self._clock = Clock()
         self._work = SharedWork(self._ranks)
         self._logged = (0.0, 0, 0)  # seconds, samples and tokens when progress was last told
-        self._time_told = -math.inf
+        self._time_told, self._steps_told = -math.inf, 0.0
 
     @property
     def _state(self) -> LoopState:
@@ -172,6 +174,7 @@ class TrainingLoop:
             self._phases.enter("steps")
             if len(self._flying) > _IN_FLIGHT:
                 self._land(self._flying.popleft())
+            self._tell_steps()
             self._stop_if_told()
             self._saving.settle_if_written()
             if self._may_be_due(batch):
@@ -318,6 +321,25 @@ class TrainingLoop:
         self._logged = (now, state.samples, state.tokens)
         self._tell_time(every_s=_TIME_EVERY_S)
         state.window_loss, state.window_batches = 0.0, 0
+
+    def _tell_steps(self) -> None:
+        """Tell of the steps that are done, where nothing was told for some time."""
+        now, state = self._clock.seconds, self._state
+        if now - max(self._logged[0], self._steps_told) < _STEPS_EVERY_S:
+            return
+        self._steps_told = now
+        done = state.applied if self._prepared.num_batches is None else state.consumed
+        if self._built.step.device.type == "cpu":  # a step is computed before the next one begins
+            done += len(self._flying)
+        steps = StepsDone(
+            done=done,
+            num_steps=self._prepared.num_steps,
+            loss=state.window_loss / state.window_batches if state.window_batches else None,
+            steps_per_s=done / max(now, 1e-9),
+            left_s=max(0, self._prepared.num_steps - done) * now / max(1, done),
+        )
+        if done:
+            self._callbacks.stepped(steps)
 
     def _tell_time(self, every_s: float = 0.0) -> None:
         """Write down the seconds by phase so far, where the last line of them is older than `every_s`."""
