@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from brimful.api import Classifier, bench, classify, evaluate, export, profile, train
     from brimful.comparison.compare import compare
     from brimful.core.bench import Bench
+    from brimful.core.callbacks import FindingWarning
     from brimful.core.classification import Classification
     from brimful.core.comparison import Comparison
     from brimful.core.errors import (
@@ -67,6 +68,7 @@ _PUBLIC = {
     "EvaluateOptions": "brimful.core.options.evaluate",
     "Evaluation": "brimful.core.evaluation",
     "Feed": "brimful.integrations.custom_loop",
+    "FindingWarning": "brimful.core.callbacks",
     "InputError": _ERRORS,
     "Interrupted": _ERRORS,
     "ModelError": _ERRORS,
@@ -107,6 +109,7 @@ __all__ = [
     "EvaluateOptions",
     "Evaluation",
     "Feed",
+    "FindingWarning",
     "InputError",
     "Interrupted",
     "ModelError",

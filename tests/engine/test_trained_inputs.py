@@ -6,6 +6,7 @@ Models are tiny ModernBERTs with 8,192 positions, and texts in which the word th
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +220,17 @@ def test_a_damaged_file_is_an_error_in_one_line(text: str, tmp_path: Path) -> No
 def test_python_hears_of_rows_that_training_cuts(tmp_path: Path) -> None:
     rows: list[Any] = [(f"{GOOD[i % 5]} " * (70 + i), "ab"[i % 2]) for i in range(20)]
     data, base = write_csv(tmp_path / "d.csv", ("text", "label"), rows), save_base(tmp_path / "b")
-    with pytest.warns(UserWarning, match=r"training rows are longer than 80 tokens, and cut") as heard:
+    with pytest.warns(
+        brimful.FindingWarning, match=r"training rows \(50.0 %\) are longer than 80 tokens, and cut"
+    ) as heard:
         brimful.train(data, model=base, output=tmp_path / "r", max_steps=1)
     assert {warning.filename for warning in heard} == {__file__}
-    brimful.train(data, model=base, output=tmp_path / "s", max_steps=1, max_length=16)  # as asked for
+    with pytest.warns(brimful.FindingWarning, match=r"\(100.0 %\) are longer than 16 tokens, and cut \(max_length\)"):
+        brimful.train(data, model=base, output=tmp_path / "s", max_steps=1, max_length=16)
+    rows = [(f"{GOOD[0]} " * (1 + 70 * (i == 0)), "ab"[i % 2]) for i in range(40)]
+    with warnings.catch_warnings(record=True) as said:  # of few rows that are cut as asked for nothing is said
+        warnings.simplefilter("always")
+        few = write_csv(tmp_path / "few.csv", ("text", "label"), rows)
+        run = brimful.train(few, model=base, output=tmp_path / "t", max_steps=1, max_length=16, eval_split=0.0)
+    assert run.data["truncated_rows"] == 1
+    assert not any("max_length" in str(warning.message) for warning in said)

@@ -10,8 +10,11 @@ from typing import Any
 
 from brimful.core.evaluation import Evaluation
 from brimful.core.records import Recipe, Run
+from brimful.core.units import share_text
 
 _PACKAGE = __name__.split(".")[0]
+#: Share of rows from which it is said that they are cut at a length that was asked for.
+_MANY_CUT = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,10 @@ class Callbacks:
     def warning(self, text: str) -> None:
         """Something lost, skipped or fallen back on."""
 
+    def finding(self, text: str) -> None:
+        """Something that stands out about a training without rows to evaluate on; with them, `evaluation` has it."""
+        self.warning(text)
+
     def data(self, report: Mapping[str, Any]) -> None:
         """Summary of the data, before training."""
 
@@ -94,20 +101,40 @@ class Callbacks:
         """The run ended and its model is saved."""
 
 
-def warn_caller(text: str) -> None:
+class FindingWarning(UserWarning):
+    """Something that stands out about a training, such as answers that are no better than a constant, or rows cut."""
+
+
+def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn, as of the line outside this package that called it."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == _PACKAGE:
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)
 
 
 class PythonWarnings(Callbacks):
     """Warnings as those of Python, for whoever gives no callbacks of their own; all else is not said."""
 
+    _findings: tuple[str, ...] = ()
+
     def warning(self, text: str) -> None:
         warn_caller(text)
 
+    def finding(self, text: str) -> None:
+        self._findings = (*self._findings, text)
+
     def data(self, report: Mapping[str, Any]) -> None:
-        if (cut := report.get("truncated_rows")) and not report.get("max_length_given"):
-            self.warning(f"{cut:,} training rows are longer than {report['max_length']:,} tokens, and cut (max_length)")
+        cut, share = report.get("truncated_rows"), report.get("truncated_share") or 0.0
+        if cut and (share >= _MANY_CUT or not report.get("max_length_given")):
+            rows = f"{cut:,} training rows ({share_text(share)})"
+            said = f"{rows} are longer than {report['max_length']:,} tokens, and cut (max_length)"
+            warn_caller(said, FindingWarning)
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self._findings = evaluation.findings
+
+    def finished(self, run: Run, folder: str) -> None:
+        found, self._findings = self._findings, ()
+        for text in found:  # once all is saved: a filter may make an error of a warning
+            warn_caller(text, FindingWarning)

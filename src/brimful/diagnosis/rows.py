@@ -30,7 +30,7 @@ class RowFacts:
     num_evaluated: int = 0
 
     def unread(self, linear: Baseline) -> tuple[str, str] | None:
-        """What the linear model reads of the rows beyond the model, in words, and the remedy.
+        """Say what the linear model reads of the rows beyond the model, and name the remedy.
 
         None where it reads no more, or where few rows are cut.
         """

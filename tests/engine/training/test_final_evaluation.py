@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,33 @@ def test_evaluation_rows_that_are_trained_on_are_the_first_finding(
     assert (saved.findings, evaluation(tmp_path).findings) == (run.findings, run.findings)
     page = Page(package.report(tmp_path / "run").read_text("utf-8"))
     assert f"{run.findings[0]}." in page.text
+
+
+def test_python_hears_findings_once_the_model_is_saved(model: Path, tmp_path: Path) -> None:
+    """Each once, of the caller's line; a filter that makes errors of them costs no model."""
+    given: dict[str, Any] = {"max_steps": 1, "num_train_epochs": None, "callbacks": None, "baselines": False}
+    with pytest.warns(package.FindingWarning) as heard:
+        run = train(model, tmp_path, **given)
+    assert len(run.findings) >= 1
+    assert [str(warning.message) for warning in heard] == list(run.findings)
+    assert {warning.filename for warning in heard} == {__file__}
+    shutil.rmtree(tmp_path / "run")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(package.FindingWarning, match=re.escape(run.findings[0])):
+            train(model, tmp_path, **given)
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert from_json(Run, (tmp_path / "run" / "run.json").read_text("utf-8")).status == "finished"
+
+
+def test_python_hears_findings_of_a_training_that_is_not_evaluated(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluations, "learning_findings", lambda *given: ["nothing is learned"])
+    with pytest.warns(package.FindingWarning) as heard:
+        run = train(model, tmp_path, max_steps=1, num_train_epochs=None, callbacks=None, eval_data=None, eval_split=0.0)
+    assert run.findings == ("nothing is learned",)
+    assert [str(warning.message) for warning in heard] == ["nothing is learned"]
 
 
 class Warned(Callbacks):

@@ -74,7 +74,7 @@ class Evaluations:
         if context.prepared.evaluation is None:
             findings = learning_findings(context.prepared, context.options, path, context.callbacks)
             for finding in findings:
-                context.callbacks.warning(finding)
+                context.callbacks.finding(finding)
             return dataclasses.replace(run, findings=tuple(findings))
         with context.phases.during("evaluation"):
             scores = self._scores_after(step)
