@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -15,11 +16,13 @@ import pyarrow as pa
 import pytest
 
 import brimful
+from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DataError, OptionError
+from brimful.core.records import TrainedInputs, to_json
 from brimful.given import is_notebook
 from brimful.reports.terminal import Terminal
 from commands import Files
-from tiny_files import review
+from tiny_files import review, write_csv
 
 TEXTS = [review(bool(i % 2), i) for i in range(40)]
 LABELS = [("bad", "good")[i % 2] for i in range(40)]
@@ -131,6 +134,48 @@ def test_answers_in_memory_are_evaluated_as_those_of_a_file(files: Files, tmp_pa
         brimful.evaluate(FORMS["pandas"][["text"]])
 
 
+def test_pairs_are_classified_as_pairs_whatever_the_model_was_trained_on(files: Files, tmp_path: Path) -> None:
+    """As --pair-column of the command line does, and with a word where the model was trained on single texts."""
+    model = tmp_path / "model"
+    shutil.copytree(files.classifier, model)
+    trained = TrainedInputs(text_column="text", pair_column=None, label_columns=("label",), max_length=64)
+    (model / "brimful.json").write_text(to_json(trained))
+    pairs = list(zip(TEXTS[:4], TEXTS[4:8], strict=True))
+    columns = [*zip(*pairs, strict=True)]
+    rows = [{"text": first, "text_pair": second} for first, second in pairs]
+    file = write_csv(tmp_path / "pairs.csv", ("first", "second"), pairs)
+    named: dict[str, Any] = {"text_column": "first", "pair_column": "second", "header": True}
+    with pytest.warns(UserWarning, match="trained on single texts, and pairs are given"):
+        expected = brimful.classify(model, file, frame="list", verify=0, **named)
+    frame = pandas.DataFrame({"text": columns[0], "text_pair": columns[1]})
+    for given in (pairs, [list(pair) for pair in pairs], rows, frame):
+        with pytest.warns(UserWarning, match="'text' is read with its pair, 'text_pair'; --pair-column none reads"):
+            found = brimful.classify(model, given, frame="list", verify=0)
+        assert [(row["score"], row["num_tokens"]) for row in found] == [
+            (row["score"], row["num_tokens"]) for row in expected
+        ]
+    single = brimful.classify(model, pairs, verify=0, pair_column="none")
+    assert [row["score"] for row in single] == [row["score"] for row in brimful.classify(model, TEXTS[:4], verify=0)]
+    [lone] = brimful.classify(model, [("a film", None)], verify=0, callbacks=Callbacks())
+    assert lone["label"] is None
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ([], "list of texts: has no rows"),
+        ([1, 2], "list of texts, row 1: int is no text: '1'"),
+        ([("a", "b", "c")], "list of texts, row 1: tuple of 3 is no pair of texts"),
+        ([("a", "b"), "c"], "list of texts, row 2: str is no pair of texts: ''c''"),
+        ([("a", "b"), ("c", 1)], "list of texts, row 2: int is no text"),
+    ],
+)
+def test_what_is_no_list_of_texts_or_pairs(files: Files, data: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said) as caught:
+        brimful.classify(files.classifier, data, verify=0)
+    assert caught.value.hint
+
+
 def test_a_frame_of_no_known_kind(files: Files) -> None:
     with pytest.raises(OptionError, match="frame is 'numpy'") as caught:
         brimful.classify(files.classifier, TEXTS, frame="numpy")  # type: ignore[arg-type]
@@ -149,7 +194,7 @@ def test_profile_and_evaluate_take_them_too(files: Files) -> None:
         (7, None, "data is int: it must be a file, a DataFrame"),
         (TEXTS, LABELS[:3], "40 texts have 3 labels"),
         ("reviews.csv", LABELS, "labels go with a list of texts"),
-        ([1, 2], LABELS[:2], "data is list"),
+        ([1, 2], LABELS[:2], "list of texts, row 1: int is no text: '1'"),
         (pandas.DataFrame({"text": ["a", 1]}), None, "the DataFrame cannot be read"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+#: Columns of pairs that are given in Python, as keys of transformers' pipeline.
+PAIR_COLUMNS = ("text", "text_pair")
 PAIRS = (
     ("sentence1", "sentence2"),
     ("premise", "hypothesis"),

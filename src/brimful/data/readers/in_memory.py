@@ -13,10 +13,13 @@ from typing import Any, Literal
 import pyarrow as pa
 
 from brimful.core.errors import DataError, OptionError, first_line, printable
+from brimful.data.column_names import PAIR_COLUMNS
 
 Kind = Literal["pandas", "polars", "datasets", "arrow", "list"]
 #: Tables by the names that options have for them.
 Tables = Mapping[str, pa.Table]
+#: What messages call a list of texts.
+_TEXTS = "list of texts"
 _KINDS = "a file, a DataFrame, a Dataset, an Arrow table, a list of rows, or texts with labels"
 
 
@@ -128,22 +131,9 @@ def _listed(texts: Any, labels: Any) -> InMemory | None:
     values = _values(texts)
     if values is None:
         return None
-    columns: dict[str, list[Any]] = {"text": values}
-    if values and all(isinstance(value, (tuple, list)) and len(value) == 2 for value in values):
-        columns = {"text": [first for first, _ in values], "text_pair": [second for _, second in values]}
-    columns = {name: [None if _is_missing(each) else each for each in column] for name, column in columns.items()}
-    no_text = [
-        (row, each)
-        for column in columns.values()
-        for row, each in enumerate(column, 1)
-        if each is not None and not isinstance(each, str)
-    ]
-    if no_text and len(no_text) == len(values) * len(columns):
-        return None
-    if no_text:
-        row, each = min(no_text, key=lambda place: place[0])
-        hint = "give each row a text, or None"
-        raise DataError(f"{type(each).__name__} is no text", file="list of texts", row=row, value=repr(each), hint=hint)
+    columns = {
+        name: pa.array(column, pa.large_string()) for name, column in _text_columns(values).items()
+    }  # typed, for a column of None alone is one of texts too
     if labels is not None:
         named = _values(labels)
         if named is None:
@@ -151,8 +141,29 @@ def _listed(texts: Any, labels: Any) -> InMemory | None:
             raise OptionError(said, hint="train(texts, labels=labels, ...)")
         if len(named) != len(values):
             raise OptionError(f"{len(values):,} texts have {len(named):,} labels", hint="give each text one")
-        columns["label"] = named
-    return InMemory("list of texts", pa.table({name: _array(column) for name, column in columns.items()}), "list")
+        columns["label"] = _array(named)
+    return InMemory(_TEXTS, pa.table(columns), "list")
+
+
+def _text_columns(values: list[Any]) -> dict[str, list[str | None]]:
+    """The column of texts, or both columns of pairs. Raises: DataError for the first row that is neither."""
+    is_pair = [isinstance(value, (tuple, list)) for value in values]
+    for row, value in enumerate(values, 1):
+        if any(is_pair) and (not is_pair[row - 1] or len(value) != len(PAIR_COLUMNS)):
+            kind = type(value).__name__ + (f" of {len(value)}" if is_pair[row - 1] else "")
+            hint = "give every row a pair, (text, text), or every row a text"
+            raise DataError(f"{kind} is no pair of texts", file=_TEXTS, row=row, value=repr(value), hint=hint)
+    columns = zip(*values, strict=True) if any(is_pair) else [values]
+    found = {
+        name: [None if _is_missing(each) else each for each in column]
+        for name, column in zip(PAIR_COLUMNS, columns, strict=False)
+    }
+    for row, texts in enumerate(zip(*found.values(), strict=True), 1):
+        for each in texts:
+            if not isinstance(each, str | None):
+                said, hint = f"{type(each).__name__} is no text", "give each row a text, or None"
+                raise DataError(said, file=_TEXTS, row=row, value=repr(each), hint=hint)
+    return found
 
 
 def _values(given: Any) -> list[Any] | None:

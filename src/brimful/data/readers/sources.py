@@ -120,6 +120,8 @@ def _broken(locations: Sequence[Location], form: FileFormat) -> dict[str, DataEr
 def _stream_of(name: str, table: pa.Table, form: FileFormat, limit: int | None = None) -> RowStream:
     """The rows of a table in memory; its content is its fingerprint."""
     _check_form(form, ())
+    if not table.num_rows:
+        raise DataError("has no rows", file=name, hint="give one row or more")
     stream = RowStream(name, [TablePart(name, table)], limit)
     stream.fingerprint = stream.collect().fingerprint
     return stream

@@ -19,7 +19,8 @@ from brimful.core.classification import LENGTH_ENDS, Counts
 from brimful.core.errors import OptionError, printable
 from brimful.core.options.classify import ClassifyOptions
 from brimful.core.records import TrainedInputs
-from brimful.data.labels.columns import Columns, check_exists, find_columns, joined_texts, text_parts
+from brimful.data.column_names import PAIR_COLUMNS
+from brimful.data.labels.columns import NO_PAIR, Columns, check_exists, find_columns, joined_texts, text_parts
 from brimful.data.labels.examples import has_text
 from brimful.data.readers.fields import rows_with_fields, with_fields
 from brimful.data.readers.rows import Rows
@@ -43,6 +44,7 @@ _MOST_BYTES = 64 << 20
 COLUMN_PREFIX = "column:"
 #: Where a window's table keeps what is wrong with its rows. No file has a column of this name.
 _FAULTS = "\0faults"
+_ONE_TEXT = "zero-shot asks about one text a row"
 _NO_NUMBER = "the model gave no finite number"
 
 
@@ -136,7 +138,9 @@ class Reading:
         if options.labels is not None:
             reasons = {role: why for role, why in columns.reasons.items() if role != "pair"}
             if columns.pair is not None and options.text_column is None:
-                reasons["text"] = f"by name; {columns.pair!r} is not read: zero-shot asks about one text a row"
+                reasons["text"] = f"by name; {columns.pair!r} is not read: {_ONE_TEXT}"
+                if (columns.text, columns.pair) == PAIR_COLUMNS:
+                    doubt = f"{columns.pair!r} is not read: {_ONE_TEXT}; --text-column names it"
             columns = replace(columns, pair=None, reasons=reasons)
         return cls(columns=columns, labels=columns.labels[0] if labels is not None else None, doubt=doubt)
 
@@ -199,7 +203,8 @@ def _columns_as_in_training(
 ) -> tuple[Columns, str | None]:
     """Columns of training where the input has them, for what the options do not name; and a likely mistake, in words.
 
-    A pair is read where the model was trained on pairs, or where one is named.
+    A pair is read where the model was trained on pairs, where one is named, and where the columns are those that pairs
+    have in Python and in transformers' pipeline.
     """
     text, pair = options.text_column, options.pair_column
     reasons = {}
@@ -214,7 +219,10 @@ def _columns_as_in_training(
         said = f"the model was trained on {printable(inputs.text_column)!r}, which is not here"
         doubt = f"{said}: {printable(found.text)!r} is read; --text-column names another"
     if inputs.pair_column is None and found.pair is not None:
-        if options.pair_column is None:
+        if (found.text, found.pair) == PAIR_COLUMNS and options.pair_column is None:
+            doubt = "the model was trained on single texts, and 'text' is read with its pair, 'text_pair'"
+            doubt += f"; --pair-column {NO_PAIR} reads single texts"
+        elif options.pair_column is None:
             reasons.pop("pair")
             reasons["text"] += f"; {printable(found.pair)!r} is not read: the model was trained on single texts"
             found = replace(found, pair=None)
