@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForSequenceClassification
 
 from commands import Brimful, Files, train_words
-from tiny_files import write_csv, write_reviews
+from tiny_files import review, write_csv, write_reviews
 
 
 def weights(folder: Path) -> str:
@@ -32,6 +32,45 @@ def test_more_epochs_on_a_finished_run(brimful: Brimful, files: Files, tmp_path:
     assert weights(tmp_path / "run" / "model") == weights(tmp_path / "whole" / "model")
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (record["status"], record["steps"]) == ("finished", 15)
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--eval-split=0"])
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise ValueError('no such word')", "reviews.csv row 1: the transform failed with ValueError: no such word"),
+        ("return 7", "reviews.csv row 1: the transform gave int, not a text"),
+        ("return '' if '0' in (1 / 0) else text", "the transform failed with ZeroDivisionError"),
+    ],
+)
+def test_a_transform_is_tried_before_a_folder_is_made(
+    brimful: Brimful, files: Files, tmp_path: Path, flag: str, body: str, said: str
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(f"def noisy(text, random):\n    {body}\n")
+    refused = brimful(*train_words(files.reviews, files.base, tmp_path / "run", "--transform", f"{mine}:noisy", flag))
+    assert refused.code == 2
+    assert said in refused.err.replace(", row", " row"), refused.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("more", [(), ("--resume",)])
+def test_a_transform_that_fails_later_leaves_the_folder_free(
+    brimful: Brimful, files: Files, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    """Of a row that is not among the first, before anything is saved: once it is mended, the same command begins."""
+    rows = [(review(bool(i % 2), i) + " long" * (i == 30), "ab"[i % 2]) for i in range(40)]
+    data, mine = write_csv(tmp_path / "rows.csv", ("text", "label"), rows), tmp_path / "mine.py"
+    mine.write_text("def noisy(text, random):\n    return 7 if text.endswith('long') else text\n")
+    words = train_words(data, files.base, tmp_path / "run", "--transform", f"{mine}:noisy", "--num-workers", 1)
+    words = [*words, "--eval-split", 0]
+    refused = brimful(*words)
+    assert (refused.code, "the transform gave int, not a text" in refused.err) == (2, True), refused.err
+    mine.write_text("def noisy(text, random):\n    return text\n")
+    mended = brimful(*words, *more)
+    assert mended.code == 0, mended.err
+    events = [json.loads(line)["kind"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert events.count("started") == 1
 
 
 def test_fewer_steps_than_a_finished_run_has(brimful: Brimful, files: Files, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from brimful.data.labels.examples import (
     describe,
 )
 from brimful.data.readers.in_memory import Tables
-from brimful.data.tokens.augment import load_transform
+from brimful.data.tokens.augment import load_transform, try_transform
 from brimful.data.tokens.encoder import OTHER_TOKENIZER, Encoder, Tokens, tokenize
 from brimful.engine.learning import choose_learning, learning_of, steps_text
 from brimful.engine.read_examples import ReadExamples, read_examples
@@ -49,6 +49,9 @@ from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokeni
 from brimful.models.hub.label_alignment import Alignment, align_labels
 from brimful.models.packed.packed_forward import has_token_types
 from brimful.tasks.task import Task, make_task
+
+#: Rows that a transform is tried on before anything is made.
+_TRIED_ROWS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,14 +126,17 @@ def prepare(
     tokenizer = load_tokenizer(facts)
     max_length = longest_sequence(options.max_length, facts, options.model)
     encoder = make_encoder(tokenizer, facts, max_length)
-    if options.transform is not None:
-        load_transform(options.transform)
+    transform = None if options.transform is None else load_transform(options.transform)
     callbacks.stage(f"reading {options.data}")
     read = read_examples(options, callbacks, tables or {})
     alignment = align_labels(read.space, facts, label_map=options.label_map, new_head=options.new_head)
     sha256 = _hashes(options, facts) | {CHOSEN_ROWS: _sha256_of_rows(read)}
     if check is not None:
         check(space=alignment.space, fingerprint=read.fingerprint, max_length=max_length, sha256=sha256)
+    if transform is not None:
+        first = read.training.filter(np.arange(len(read.training)) < _TRIED_ROWS)
+        pairs = None if first.pairs is None else first.pairs.to_pylist()
+        try_transform(transform, encoder, options.seed, first.texts.to_pylist(), pairs, first.place)
     callbacks.note(f"head: {'new and untrained' if alignment.head == 'new' else 'kept'} ({alignment.reason})")
     order = Sampler(num_samples=len(read.training), batch_size=options.batch_size, seed=options.seed)
     length = _run_length(options, facts, alignment, order, before, callbacks)

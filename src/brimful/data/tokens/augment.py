@@ -124,24 +124,61 @@ def _end_with_parent() -> None:
 
 
 def _work(seed: int, epoch: int, samples: list[int], texts: list[str], pairs: list[str] | None) -> Tokens:
+    return _transformed_tokens(_Worker.transform, _Worker.encoder, seed, epoch, samples, texts, pairs)
+
+
+def try_transform(
+    transform: Transform,
+    encoder: Encoder,
+    seed: int,
+    texts: Sequence[str],
+    pairs: Sequence[str] | None,
+    place: Callable[[int], tuple[str, int]],
+) -> None:
+    """Call a transform for each of the first rows as it is called in the first epoch. place: file and row of each.
+
+    Raises: DataError for the first row that it fails for.
+    """
+    for sample, text in enumerate(texts):
+        try:
+            _transformed_tokens(
+                transform, encoder, seed, 0, [sample], [text], None if pairs is None else [pairs[sample]]
+            )
+        except DataError as error:
+            file, row = place(sample)
+            raise DataError(error.message, file=file, row=row, value=error.value, hint=error.hint) from None
+
+
+def _transformed_tokens(
+    transform: Transform,
+    encoder: Encoder,
+    seed: int,
+    epoch: int,
+    samples: list[int],
+    texts: list[str],
+    pairs: list[str] | None,
+) -> Tokens:
     changed = [
-        [_transformed(text, f"{seed} {epoch} {sample} {column}") for sample, text in zip(samples, values, strict=True)]
+        [
+            _transformed(transform, text, f"{seed} {epoch} {sample} {column}")
+            for sample, text in zip(samples, values, strict=True)
+        ]
         for column, values in enumerate((texts, pairs))
         if values is not None
     ]
-    found = _Worker.encoder.encode(*changed)
+    found = encoder.encode(*changed)
     if not found.lengths.all():
         empty = int(found.lengths.argmin())
         said = f"the transform left no token the tokenizer knows: it gave {printable(changed[0][empty])!r}"
         raise DataError(said, value=texts[empty], hint="return the text as it was where nothing is left of it")
-    for row, said in _Worker.encoder.beyond_vocabulary(found).items():
+    for row, said in encoder.beyond_vocabulary(found).items():
         raise DataError(f"after the transform, {said}", value=texts[row], hint=OTHER_TOKENIZER)
     return found
 
 
-def _transformed(text: str, seed: str) -> str:
+def _transformed(transform: Transform, text: str, seed: str) -> str:
     try:
-        changed = _Worker.transform(text, random.Random(seed))
+        changed = transform(text, random.Random(seed))
     except Exception as error:
         said = f"the transform failed with {type(error).__name__}: {printable(error)}"
         raise DataError(said, value=text, hint="it is called with the text and a random.Random") from None

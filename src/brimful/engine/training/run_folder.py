@@ -71,6 +71,11 @@ class RunFolder:
         """Makes `run` the record, whole or not at all."""
         atomic_files.write_bytes(self.record, to_json(run).encode())
 
+    def leave_free(self) -> None:
+        """Remove the record of a run that has saved nothing, so that another one may begin here."""
+        if not (self.model.exists() or any(self.checkpoints.glob("*"))):
+            self.record.unlink(missing_ok=True)
+
 
 def run_in(path: Path) -> Run:
     """The record of the run in the folder `path`. Raises: OutputError if there is none."""

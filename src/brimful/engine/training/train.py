@@ -13,7 +13,7 @@ import torch
 
 from brimful.core.atomic_files import path_text
 from brimful.core.callbacks import Callbacks
-from brimful.core.errors import BrimfulError, OptionError, RanksError, listed
+from brimful.core.errors import BrimfulError, InputError, OptionError, RanksError, listed
 from brimful.core.options.train import TrainOptions
 from brimful.core.phases import Phases
 from brimful.core.place import check_tensor_parallel, find_place
@@ -189,7 +189,11 @@ def _train_on(
                 baselines=baselines,
                 record=run,
             )
-            return TrainingLoop(context).run()
+            try:
+                return TrainingLoop(context).run()
+            except InputError:  # of the user's function, say: mended, it makes another run, which --resume refuses
+                folder.leave_free()
+                raise
 
 
 def _built(
