@@ -159,6 +159,14 @@ def test_missing_labels(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     assert "1 row without a label was left out" in plan(brimful, files, data, "--missing-labels", "drop").err
 
 
+def test_a_bad_cell_among_numbers(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    data = reviews(tmp_path / "rows.csv", [f"{i % 7}.5" for i in range(len(TEXTS) - 1)] + ["n/a"])
+    said = plan(brimful, files, data)
+    assert "taken as 8 classes (single_label); --task regression, with --missing-labels drop, takes them" in said.err
+    said = plan(brimful, files, data, "--task", "regression", "--missing-labels", "drop")
+    assert (said.code, "1 row without a label was left out" in said.err) == (0, True)
+
+
 def test_empty_labels_among_several_are_counted(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     data = reviews(tmp_path / "rows.csv", ["bad|good", "", "  ", *LABELS[3:]])
     line = "2 rows have an empty label, and are taken for rows that no label is true of"

@@ -402,7 +402,47 @@ def test_targets_that_are_not_finite(bad: str | None) -> None:
     for values in (["0.5", bad], [0.5, number]):
         error = encoding_refused(space("regression", "label"), *values)
         assert str(error).startswith("rows.csv, row 2: column 'label' holds no finite number")
-        assert error.hint == "give the row a number or remove it"
+        is_missing = bad in ("nan", "", None)
+        hint = "; --missing-labels drop leaves such rows out" if is_missing else " or remove it"
+        assert error.hint == f"give the row a number{hint}"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            ["0.5", "1.2", "n/a", "2"] * 9,
+            "'n/a' (first in rows.csv, row 3): taken as 4 classes (single_label);"
+            " --task regression, with --missing-labels drop, takes them as amounts",
+        ),
+        (
+            ["0.5", "1.2", *["2"] * 9, "two"],
+            "'two' (first in rows.csv, row 12): taken as 4 classes (single_label);"
+            " --task regression, once each row has a number, takes them as amounts",
+        ),
+        ([*map(str, range(3, 70)), "?"], "'?' (first in rows.csv, row 68): taken as 68 classes"),
+        (["1", "2", "3", "4", "5", "n/a"] * 9, None),
+        (["1.0", "beta", "gamma", "2.5"] * 9, None),
+        (["0.5", "1.2", None] * 9, None),
+    ],
+)
+def test_one_cell_that_makes_classes_of_numbers_is_said(values: list[Any], said: str | None) -> None:
+    found, (rows, columns) = detected(*values), labelled(*values)
+    doubt = label_doubt(rows, columns, "auto", found)
+    assert (doubt is None) == (said is None)
+    if said is not None and doubt is not None:
+        assert said in doubt
+        assert label_doubt(rows, columns, "single_label", found) is None
+
+
+def test_one_cell_among_many_numbers_is_named() -> None:
+    numbers = [f"{i}.5" for i in range(1200)]
+    error = detection_refused(*numbers, "n/a")
+    assert str(error) == "rows.csv, row 1201: column 'label' holds numbers, and here none: 'n/a'"
+    assert error.hint == "give the row a number, or leave such rows out: --task regression --missing-labels drop"
+    error = detection_refused(*numbers, "n/a", task="regression")
+    assert str(error) == "rows.csv, row 1201: column 'label' holds no number: 'n/a'"
+    assert error.hint == "give the row a number; in training, --missing-labels drop leaves such rows out"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from brimful.core.errors import DataError, printable
+from brimful.data.labels.missing import WORDS
 from brimful.data.readers.rows import Rows
 
 #: Hints for a label that is missing, and for one in a column of lists.
@@ -23,8 +24,13 @@ _LEAVE_OUT = (
     "give it one; --missing-labels drop leaves such rows out",
     "write [] for no label; --missing-labels none takes it for that, drop leaves such rows out",
 )
+_NO_NUMBER = "give the row a number; --missing-labels drop leaves such rows out"
+_IN_TRAINING = "give the row a number; in training, --missing-labels drop leaves such rows out"
 #: Error of rounding to fp32, as a share of the standard deviation, from which on it is told.
 _COARSE = 1e-3
+#: Share of rows with another text, up to which a column is one of numbers.
+_FEW_OTHERS = 0.2
+_A_NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
 _DECIMAL_COMMA = r"^[+-]?\d+(,\d+)?$"
 IS_IT_RIGHT = "is --label-column the right one?"
 
@@ -99,7 +105,7 @@ class LabelColumn:
         bad = np.isinf(numbers) if gaps else ~np.isfinite(numbers)
         if bad.any():
             first = int(bad.argmax())
-            hint = "give the row a number or remove it"
+            hint = _NO_NUMBER if np.isnan(numbers[first]) else "give the row a number or remove it"
             raise self.error_at(first, "holds no finite number", self.values[first].as_py(), hint)
         return numbers
 
@@ -117,6 +123,15 @@ class LabelColumn:
         if not len(after_comma) or not pc.all(pc.match_substring_regex(texts, _DECIMAL_COMMA)).as_py():
             return False
         return not pc.all(pc.match_substring_regex(after_comma, r",\d{3}$")).as_py()
+
+    def not_numbers(self) -> pa.Array:
+        """The distinct `texts` that are no numbers, where most rows with a label have a number; else none."""
+        if not pa.types.is_large_string(self.values.type):
+            return self.distinct.slice(0, 0)
+        others = self.distinct.filter(pc.invert(pc.match_substring_regex(self.distinct, _A_NUMBER)))
+        words = others.filter(pc.invert(pc.is_in(others, pa.array(WORDS, others.type))))
+        count = pc.sum(pc.is_in(self.texts, words)).as_py() or 0
+        return others if count <= _FEW_OTHERS * (len(self.texts) - self.texts.null_count) else others.slice(0, 0)
 
     def number_doubts(self) -> list[str]:
         """Lines on numbers that may be read otherwise than they were meant, or are trained on coarsely."""
@@ -194,7 +209,8 @@ class LabelColumn:
         parsed = parse_numbers(pc.replace_substring(distinct, ",", ".") if self.has_decimal_commas else distinct)
         if parsed is None:
             wrong = next(value for value in distinct if parse_numbers(pa.array([value], texts.type)) is None)
-            raise self.error_at(pc.index(texts, wrong).as_py(), "holds no number", wrong.as_py(), IS_IT_RIGHT)
+            hint = _IN_TRAINING if wrong.as_py() in WORDS else f"give the row a number or remove it; {IS_IT_RIGHT}"
+            raise self.error_at(pc.index(texts, wrong).as_py(), "holds no number", wrong.as_py(), hint)
         places = pc.index_in(texts, distinct).fill_null(len(distinct)).to_numpy()
         return np.asarray(np.append(parsed, np.nan)[places])
 

@@ -17,6 +17,7 @@ from brimful.core.records import LabelSpace, TaskName
 from brimful.data.labels.columns import Columns
 from brimful.data.labels.label_columns import IS_IT_RIGHT, LabelColumn, parse_numbers
 from brimful.data.labels.label_sets import detect_sets, known_sets, num_bits
+from brimful.data.labels.missing import WORDS
 from brimful.data.readers.rows import Rows
 
 _MOST_NUMBERED_CLASSES = 50
@@ -57,6 +58,11 @@ def detect_labels(rows: Rows, columns: Columns, task: TaskChoice = "auto") -> La
         return LabelSpace(task="regression", names=(column.name,))
     if task == "auto" and len(column.distinct) > max(_MOST_CLASSES, rows.num_rows / 2):
         count = f"{len(column.distinct):,} distinct values in {rows.num_rows:,} rows"
+        if len(others := _among_amounts(column)):
+            first, hint = pc.index(column.texts, others[0]).as_py(), "give the row a number"
+            if others[0].as_py() in WORDS:
+                hint += ", or leave such rows out: --task regression --missing-labels drop"
+            raise column.error_at(first, "holds numbers, and here none", others[0].as_py(), hint)
         what, first = f"looks like neither a class nor a number: {count}", column.distinct[0].as_py()
         raise column.error(what, f"{IS_IT_RIGHT} --task single_label takes each as a class", first)
     return _classes(column, "single_label", column.distinct.to_pylist())
@@ -66,9 +72,11 @@ def label_doubt(rows: Rows, columns: Columns, task: TaskChoice, space: LabelSpac
     """A likely mistake of `detect_labels`, with the flag that settles it: whole numbers are classes or amounts."""
     if task != "auto" or len(columns.labels) != 1 or space.task == "multi_label":
         return None
-    distinct = LabelColumn(rows=rows, name=columns.labels[0]).distinct
-    numbers = parse_numbers(distinct)
-    if numbers is None or len(numbers) < _FEWEST_AMOUNTS or (numbers != np.round(numbers)).any():
+    column = LabelColumn(rows=rows, name=columns.labels[0])
+    numbers = parse_numbers(column.distinct)
+    if numbers is None:
+        return _mixed_doubt(column, space)
+    if len(numbers) < _FEWEST_AMOUNTS or (numbers != np.round(numbers)).any():
         return None
     few = len(numbers) <= _MOST_NUMBERED_CLASSES
     if few and _are_indices(numbers):
@@ -80,6 +88,27 @@ def label_doubt(rows: Rows, columns: Columns, task: TaskChoice, space: LabelSpac
     if few:
         return f"{found} classes (single_label), and they may be amounts; --task regression takes them as amounts"
     return f"{found} classes (single_label), since none is missing between; --task regression takes them as amounts"
+
+
+def _mixed_doubt(column: LabelColumn, space: LabelSpace) -> str | None:
+    """One line on amounts that are taken for classes since a few rows have another text."""
+    others = _among_amounts(column)
+    if not len(others):
+        return None
+    first = pc.index(column.texts, others[0]).as_py()
+    file, row = column.rows.place(first)
+    missing = all(text in WORDS for text in others.to_pylist())
+    remedy = "with --missing-labels drop" if missing else "once each row has a number"
+    shown = f"{_listed(map(repr, others.to_pylist()))} (first in {printable(file, 200)}, row {row:,})"
+    found = f"column '{printable(column.name)}' holds numbers and {shown}: taken as {len(space.names):,} classes"
+    return f"{found} (single_label); --task regression, {remedy}, takes them as amounts"
+
+
+def _among_amounts(column: LabelColumn) -> pa.Array:
+    """The few distinct texts that keep a column from being one of amounts; none where it holds none."""
+    others = column.not_numbers()
+    numbers = column.distinct.filter(pc.invert(pc.is_in(column.distinct, others)))
+    return others if len(numbers) > 1 and _are_amounts(numbers, len(column.texts)) else others.slice(0, 0)
 
 
 def task_reason(rows: Rows, columns: Columns, space: LabelSpace) -> str:

@@ -13,7 +13,7 @@ from brimful.core.errors import listed, printable
 from brimful.data.labels.columns import Columns
 from brimful.data.readers.rows import Rows
 
-_WORDS = ("nan", "NaN", "NAN", "NA", "N/A", "n/a", "#N/A", "<NA>", "None", "null", "NULL", "NaT", "?")
+WORDS = ("nan", "NaN", "NAN", "NA", "N/A", "n/a", "#N/A", "<NA>", "None", "null", "NULL", "NaT", "?")
 #: Words that a line names.
 _FEW = 3
 
@@ -40,7 +40,7 @@ def missing_texts(rows: Rows, columns: Columns) -> str | None:
 
 
 def _counts(column: pa.ChunkedArray) -> dict[str, int]:
-    counts = pc.value_counts(column.filter(_are_words(column, _WORDS))).to_pylist()
+    counts = pc.value_counts(column.filter(_are_words(column, WORDS))).to_pylist()
     return {each["values"]: each["counts"] for each in counts}
 
 
