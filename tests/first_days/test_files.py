@@ -189,6 +189,27 @@ def test_workbooks(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     assert "the first line has one value, 'My survey', above 2 columns" in plan(brimful, files, titled).err
 
 
+@pytest.mark.parametrize(
+    ("before", "more", "sheet"),
+    [
+        ([("Customer survey",), ("by the marketing department",), ("2024",)], (), "Answers"),
+        ([("Author", "Ann"), ("Date", "2024"), ("Version", 2)], (), "Answers"),
+        ([("remark", "kind"), *REVIEWS, *REVIEWS], (), "First"),
+        ([("text", "label"), *REVIEWS], (), "First"),
+        ([("text", "label"), *REVIEWS], ("--text-column", "text", "--label-column", "grade"), "Answers"),
+    ],
+)
+def test_the_sheet_with_the_table_is_read(
+    brimful: Brimful, files: Files, tmp_path: Path, before: list[tuple[object, ...]], more: tuple[str, ...], sheet: str
+) -> None:
+    """Not a title page, nor one without the columns that are asked for."""
+    named = [("text", "grade", "label"), *((text, label, label) for text, label in REVIEWS)]
+    data = workbook(tmp_path / "rows.xlsx", {"First": before, "Answers": named})
+    said = plan(brimful, files, data, *more)
+    assert said.code == 0, said.err
+    assert f"sheet '{sheet}' is read, of First, Answers; --sheet names another" in said.err
+
+
 def test_fast_text(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     data = tmp_path / "train.txt"
     data.write_text("".join(f"__label__{label} {text}\n" for text, label in REVIEWS))

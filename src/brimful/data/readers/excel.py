@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
 
 from brimful.core.errors import DataError, OptionError, first_line, listed, printable
+from brimful.core.options.checks import split_names
+from brimful.data.column_names import IDS, KNOWN, key_of
 from brimful.data.readers.compression import COPY_AGAIN
 from brimful.data.readers.file_format import FileFormat
 from brimful.data.readers.formats import no_rows
 from brimful.data.readers.header import first_line_doubt, header_notes, title_doubt
 from brimful.data.readers.parts import TablePart
+
+_Rows = list[list[Any]]
 
 
 class ExcelPart(TablePart):
@@ -23,7 +27,7 @@ class ExcelPart(TablePart):
 
     def __init__(self, file: str, form: FileFormat) -> None:
         self._form = form
-        sheet, sheets, rows = _sheet(file, form.sheet)
+        sheet, sheets, rows = _sheet(file, form)
         self._said = []
         if form.sheet is None and len(sheets) > 1:
             shown = listed([printable(name, 40) for name in sheets], 5)
@@ -51,7 +55,7 @@ class ExcelPart(TablePart):
         return title or first_line_doubt(texts.column_names, texts, self._form)
 
 
-def _sheet(file: str, asked: str | None) -> tuple[str, list[str], list[list[Any]]]:
+def _sheet(file: str, form: FileFormat) -> tuple[str, list[str], _Rows]:
     """Name of the sheet to read, names of all, and its rows."""
     try:
         import python_calamine
@@ -62,20 +66,54 @@ def _sheet(file: str, asked: str | None) -> tuple[str, list[str], list[list[Any]
     try:
         with python_calamine.load_workbook(file) as book:
             sheets = list(book.sheet_names)
-            if asked is not None and asked not in sheets:
+            if form.sheet is not None and form.sheet not in sheets:
                 hint = f"it has {listed([printable(name, 40) for name in sheets])}"
-                raise OptionError(f"--sheet: {printable(file)} has no sheet '{printable(asked)}'", hint=hint)
-            for name in [asked] if asked is not None else sheets:
-                rows = book.get_sheet_by_name(name).to_python(skip_empty_area=True)
-                rows = [row for row in rows if any(value != "" for value in row)]
-                if rows:
-                    return name, sheets, rows
+                raise OptionError(f"--sheet: {printable(file)} has no sheet '{printable(form.sheet)}'", hint=hint)
+            names = [form.sheet] if form.sheet is not None else sheets
+            found = _chosen(((name, _rows(book.get_sheet_by_name(name))) for name in names), form)
+            if found is not None:
+                return found[0], sheets, found[1]
     except (python_calamine.CalamineError, OSError) as error:
         raise DataError(f"is no whole workbook ({first_line(error)})", file=file, hint=COPY_AGAIN) from error
     raise no_rows(file, None)
 
 
-def _named(file: str, rows: list[list[Any]], form: FileFormat) -> tuple[list[str | None], list[list[Any]]]:
+def _rows(sheet: Any) -> _Rows:
+    """The lines of a sheet with anything in them."""
+    return [row for row in sheet.to_python(skip_empty_area=True) if any(value != "" for value in row)]
+
+
+def _chosen(sheets: Iterable[tuple[str, _Rows]], form: FileFormat) -> tuple[str, _Rows] | None:
+    """The sheet to read, with its rows: the first with the columns that are asked for, else the first with a usual name
+    of a text or label, or a longer table before it, else the first with any rows. A title page is no table."""
+    seen, known = list[tuple[str, _Rows]](), None
+    for name, rows in sheets:
+        if rows:
+            seen.append((name, rows))
+            names = [_text(value) for value in rows[0]] if form.has_header is not False else []
+            if form.asked and all(set(names) >= set(_parts(names, asked)) for asked in form.asked):
+                return seen[-1]
+            if known is None and len(rows) > 1 and any(key_of(each) in KNOWN - IDS for each in names):
+                known = seen[-1]
+            if not form.asked and seen[0] is known:
+                return known
+    table = next((each for each in seen if _is_table(each[1])), None)
+    if known is not None and (table is None or len(known[1]) >= len(table[1])):
+        return known
+    return table or next(iter(seen), None)
+
+
+def _parts(names: Sequence[str], asked: str) -> Sequence[str]:
+    """The columns that an option names: one, whatever its name, or several separated by commas."""
+    return (asked,) if asked in names or "," not in asked else split_names(asked)
+
+
+def _is_table(rows: _Rows) -> bool:
+    """True if two lines or more have several values."""
+    return len([row for row in rows if sum(value != "" for value in row) > 1]) > 1
+
+
+def _named(file: str, rows: _Rows, form: FileFormat) -> tuple[list[str | None], _Rows]:
     """Names of the columns, None for one without any value, and the rows below the header."""
     used = [any(row[index] != "" for row in rows) for index in range(len(rows[0]))]
     if form.has_header is False:
