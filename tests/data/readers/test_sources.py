@@ -13,6 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import datasets
+import pandas
 import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
@@ -533,6 +534,26 @@ def test_a_carriage_return_that_cuts_a_row(tmp_path: Path) -> None:
     error = refused(put(tmp_path / "rows.csv", "text,label\nfine,1\nas pandas\rwrites it,1\n"))
     assert "row 2: 1 column, the header has 2: 'as pandas'" in str(error)
     assert "a carriage return (\\r) within a value ends the row" in str(error.hint)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("text,label\nas pandas\rwrites it,1\nfine,1\n", "row 1: 1 column, the header has 2: 'as pandas'"),
+        ("label,text\n1,as pandas\rwrites it\n1,fine\n", "row 2: 1 column, the header has 2: 'writes it'"),
+    ],
+)
+def test_a_carriage_return_in_the_first_value_or_the_last(content: str, said: str, tmp_path: Path) -> None:
+    error = refused(put(tmp_path / "rows.csv", content))
+    assert said in str(error)
+    hint = "a carriage return (\\r) within a value ends the row: put quotation marks around that value (pandas: to_csv("
+    assert str(error.hint).startswith(hint)
+
+
+def test_what_pandas_quotes_is_read_with_its_carriage_return(tmp_path: Path) -> None:
+    frame = pandas.DataFrame({"text": ["as pandas\rwrites it", "fine"], "label": ["1", "2"]})
+    frame.to_csv(tmp_path / "rows.csv", index=False, quoting=csv.QUOTE_ALL)
+    assert read_rows(str(tmp_path / "rows.csv")).table.to_pydict() == frame.to_dict("list")
 
 
 def test_ragged_tsv_with_few_columns(tmp_path: Path) -> None:

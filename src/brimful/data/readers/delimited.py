@@ -173,12 +173,13 @@ def _read_slowly(data: bytes, dialect: Dialect, *, is_last: bool) -> tuple[RowsR
     faults: dict[int, DataError] = {}
     unread = (None,) * len(dialect.names)
     num_lines = 0
+    is_mixed = any(line.endswith("\n") for line in lines)
     with long_values():
         for record, num_lines in _records(lines, dialect, is_last=is_last):
             if isinstance(record, list) and len(record) == len(dialect.names):
                 records.append(record)
             else:
-                cut = lines[num_lines - 1].endswith("\r") and lines[0].endswith("\n")
+                cut = is_mixed and any(line.endswith("\r") for line in lines[max(0, num_lines - 2) : num_lines])
                 faults[len(records)] = record if isinstance(record, DataError) else _ragged(record, dialect, cut=cut)
                 records.append(unread)
     columns = zip(*records, strict=True) if records else [()] * len(dialect.names)
@@ -258,7 +259,7 @@ def _other_delimiter(dialect: Dialect) -> str | None:
 
 
 def _ragged(record: Sequence[str], dialect: Dialect, *, cut: bool) -> DataError:
-    """cut: whether a carriage return ends the row, in a file whose lines end otherwise."""
+    """cut: whether a carriage return ends the row or the one before, in a file whose lines end otherwise."""
     delimiter = printable(dialect.delimiter)
     if other := _other_delimiter(dialect):
         hint = other
@@ -266,6 +267,7 @@ def _ragged(record: Sequence[str], dialect: Dialect, *, cut: bool) -> DataError:
         hint = 'a quotation mark opens here and closes rows later: write " within a value as ""'
     elif cut:
         hint = "a carriage return (\\r) within a value ends the row: put quotation marks around that value"
+        hint += " (pandas: to_csv(..., quoting=csv.QUOTE_ALL)), or replace it"
     elif len(record) < len(dialect.names):
         hint = f"is the row cut off? The file is read with the delimiter '{delimiter}'"
     else:
