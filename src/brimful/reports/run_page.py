@@ -287,13 +287,13 @@ def _parts(key: str, caption: str, parts: dict[str, Any], said: Callable[[float]
 def _data_facts(report: RunReport) -> list[tuple[str, Any, str | None]]:
     data = report.run.data
     lengths, weights = data.get("token_lengths") or {}, data.get("weights")
-    cut = data.get("truncated_rows")
+    cut, share = data.get("truncated_rows"), data.get("truncated_share")
     median = None if "p50" not in lengths else f"median {lengths['p50']:,}, at most {lengths['p100']:,}"
     return [
         ("Rows to train on", _count(data.get("rows")), None),
         ("Rows to evaluate on", _count(data.get("eval_rows")), None),
         ("Tokens of a row", median, f"cut at {data['max_length']:,}" if cut and "max_length" in data else None),
-        ("Rows that were cut", _count(cut or None), None),
+        ("Rows that were cut", _count(cut or None), share_text(share) if share else None),
         ("Weights of rows", None if weights is None else f"{weights['min']:g} to {weights['max']:g}", None),
         ("Without text", _count(data.get("empty_rows") or None), "left out"),
         ("Without a label", _count(data.get("unlabelled_rows") or None), "left out"),

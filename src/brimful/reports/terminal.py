@@ -108,8 +108,9 @@ class Terminal(Callbacks):
             low, mean, high = (target_text(spread[key]) for key in ("min", "mean", "max"))
             self._say(f"{printable(name, 40)}: from {low} to {high}, mean {mean}", indent=2)
         lengths = report["token_lengths"]
+        cut = f", cut at {report['max_length']}" if report.get("truncated_rows") else ""
         self._say(
-            f"tokens in a row: median {lengths['p50']}, 95 % of rows have at most {lengths['p95']},"
+            f"tokens in a row{cut}: median {lengths['p50']}, 95 % of rows have at most {lengths['p95']},"
             f" the longest {lengths['p100']}",
             indent=2,
         )
