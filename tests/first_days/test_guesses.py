@@ -113,6 +113,16 @@ def test_a_label_that_no_row_is_evaluated_on(brimful: Brimful, files: Files, tmp
     assert "warning: no training row has the label 'empty': it cannot be learned" in said
 
 
+def test_a_label_that_every_row_has(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    """Of several labels a row; among one label a row that is an error."""
+    several = ("--task", "multi_label")
+    said = plan(brimful, files, reviews(tmp_path / "rows.csv", [f"film|{label}" for label in LABELS]), *several).err
+    assert "warning: every training row has the label 'film': what rows without it look like cannot be learned" in said
+    data = reviews(tmp_path / "rows.csv", ["bad", *[f"film|{label}" for label in LABELS[1:]]])
+    said = plan(brimful, files, data, *several).err
+    assert "every training row" not in said
+
+
 def test_equal_texts_with_different_labels(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     rows = [*columns(TEXTS, LABELS), (TEXTS[0], "good"), (TEXTS[0], "bad"), ("N/A", "good"), ("nan", "bad")]
     said = plan(brimful, files, write_csv(tmp_path / "rows.csv", ("text", "label"), rows), "--eval-split", 0).err
@@ -121,12 +131,14 @@ def test_equal_texts_with_different_labels(brimful: Brimful, files: Files, tmp_p
 
 
 def test_rows_to_evaluate_on_are_read_as_those_of_training(brimful: Brimful, files: Files, tmp_path: Path) -> None:
-    """A second text that training rows do not have is left out, as `evaluate` leaves it out."""
+    """A second text that training rows do not have is left out, and said."""
     data, metrics = reviews(tmp_path / "rows.csv", LABELS), list[object]()
     for names in (("text", "text_pair", "label"), ("text", "other", "label")):
         held_out = write_csv(tmp_path / f"{names[1]}.csv", names, columns(TEXTS, TEXTS[::-1], LABELS))
         words = train_words(data, files.base, tmp_path / names[1] / "run", "--eval-data", held_out, "--max-steps", 1)
-        assert brimful(*words).code == 0
+        said = brimful(*words)
+        assert said.code == 0
+        assert ("'text_pair' of" in said.err) == (names[1] == "text_pair")
         metrics.append(json.loads((tmp_path / names[1] / "run" / "run.json").read_text())["metrics"])
     assert metrics[0] == metrics[1]
 

@@ -76,7 +76,7 @@ def read_examples(options: TrainOptions, callbacks: Callbacks, tables: Tables) -
         eval_rows = read_rows(eval_data, None if eval_data in tables else fitting(form, eval_data), tables)
         eval_rows = rows_with_fields(eval_rows, columns.text, columns.pair, *columns.labels)
         _tell_reading(eval_rows, callbacks)
-        same = _same_columns(eval_rows, columns, data)
+        same = _same_columns(eval_rows, columns, data, callbacks)
         eval_rows = _without_missing(eval_rows, same, options, callbacks)
         evaluation, num_eval_empty = make_examples(eval_rows, same, space, options.missing_labels)
         num_empty, fingerprint = num_empty + num_eval_empty, f"{fingerprint}+{eval_rows.fingerprint}"
@@ -89,7 +89,7 @@ def read_examples(options: TrainOptions, callbacks: Callbacks, tables: Tables) -
     )
 
 
-def _same_columns(rows: Rows, columns: Columns, data: str) -> Columns:
+def _same_columns(rows: Rows, columns: Columns, data: str, callbacks: Callbacks) -> Columns:
     """The columns of training rows in `rows` to evaluate on. data: what is trained on.
 
     Raises: DataError where one is not there.
@@ -105,7 +105,10 @@ def _same_columns(rows: Rows, columns: Columns, data: str) -> Columns:
         said = f"is to be evaluated on, and lacks columns of the training rows: {shown}"
         raise DataError(said, file=rows.name, hint=f"it has {listed([printable(name, 40) for name in names])}")
     found = find_columns(rows, text=columns.text, pair=columns.pair, label=",".join(columns.labels))
-    return dataclasses.replace(found, pair=columns.pair)  # one that is there by its name is not read in training
+    if columns.pair is None and found.pair is not None:  # by its name
+        said = f"'{printable(found.pair, 40)}' of {printable(rows.name, 200)} is not read"
+        callbacks.note(f"{said}: single texts are trained on (--pair-column)")
+    return dataclasses.replace(found, pair=columns.pair)
 
 
 def _without_missing(rows: Rows, columns: Columns, options: TrainOptions, callbacks: Callbacks) -> Rows:

@@ -67,6 +67,11 @@ def data_doubts(training: Examples, evaluation: Examples | None, names: Sequence
         shown = listed([f"'{printable(name, 40)}'" for name in absent], _FEW)
         label, it = ("label", "it") if len(absent) == 1 else ("labels", "they")
         found.append(f"no training row has the {label} {shown}: {it} cannot be learned")
+    always = [name for name, count in zip(names, trained, strict=True) if count == len(training)]
+    if space.task == "multi_label" and len(training) > 1 and always:
+        shown = listed([f"'{printable(name, 40)}'" for name in always], _FEW)
+        label, it = ("label", "it") if len(always) == 1 else ("labels", "them")
+        found.append(f"every training row has the {label} {shown}: what rows without {it} look like cannot be learned")
     if evaluation is not None and len(evaluation):
         pairs = zip(names, trained, _num_rows(evaluation), strict=True)
         if unseen := [(name, count) for name, count, held_out in pairs if count and not held_out]:
