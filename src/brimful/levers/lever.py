@@ -186,10 +186,11 @@ class Assembly:
     only read. cache: whether an equivalence check of the same architecture holds for it too. shaped_length: longest
     sequence that shapes are chosen for, None for max_length: of texts to read, the rare longer one has its own.
 
-    eager_attention: whether padded rows must have it, where torch's fused one computes something else. attention: the
-    kernel of packed rows that the first process found the fastest, "" where it timed none; None to time them here.
-    new_parameters: names of the base model's that were drawn when it was loaded. base_name: by which an adapter finds
-    its model. weights_on_disk: whether all else can be read again. adapter: peft's wrapper around the model, if any.
+    eager_attention: whether padded rows must have it, where torch's fused one computes something else.
+    packing_refused: whether packed answers were not those of the plain model. attention: the kernel of packed rows that
+    the first process found the fastest, "" where it timed none; None to time them here. new_parameters: names of the
+    base model's that were drawn when it was loaded. base_name: by which an adapter finds its model. weights_on_disk:
+    whether all else can be read again. adapter: peft's wrapper around the model, if any.
 
     optimizer: the owner's, in `OwnersAdamW` to update as it does by our kernels, or `elsewhere` for gradients alone;
     None for the one that the options name.
@@ -209,6 +210,7 @@ class Assembly:
     warn: Callable[[str], None]
     cache: bool = True
     eager_attention: bool = False
+    packing_refused: bool = False
     attention: str | None = None
     shaped_length: int | None = None
     new_parameters: Sequence[str] = ()

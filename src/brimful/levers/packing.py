@@ -47,11 +47,9 @@ class Packing(Lever):
         """Pack where that is shown to be equal, unless it was turned off."""
         verdict, equivalence = cls.supports(assembly), assembly.fact(equivalence_of)
         if not assembly.packing_wanted:
-            return cls(
-                value="padded",
-                reason="off: --packing off, or packed answers were not those of the plain model",
-                equivalence=equivalence,
-            )
+            refused = assembly.packing_refused or assembly.eager_attention
+            why = "answers of faster ways were not those of the plain model" if refused else "--packing off"
+            return cls(value="padded", reason=f"off: {why}", equivalence=equivalence)
         return cls(value="packed" if verdict.ok else "padded", reason=verdict.because, equivalence=equivalence)
 
     def cost(self, work: StepWork) -> Cost:

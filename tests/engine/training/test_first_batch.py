@@ -226,6 +226,7 @@ def test_a_wrong_step_is_not_run(
     assert run.first_batch.passed
     assert len(run.first_batch.fallbacks) == 1
     assert "the plain model on padded rows runs" in run.first_batch.fallbacks[0]
+    assert run.packed_reason == "off: answers of faster ways were not those of the plain model"
     assert not run.packed
     assert run.first_batch.fallbacks[0] in heard.warnings
 

@@ -133,11 +133,13 @@ def _loaded(checked: Checked, options: ClassifyOptions) -> Any:
 def make_runner(
     checked: Checked, options: ClassifyOptions, precision: Precision, *, sample: Tokens, num_tokens: int,
     callbacks: Callbacks, hear: Callable[[OutOfMemory], None] | None = None, model: Any = None,
+    packing_refused: bool = False,
 ) -> Runner:  # fmt: skip
     """Load the weights of a checked model, unless it is in memory as `model`, and put together how they run.
 
     sample: the first texts of the input, by which kernels and shapes are chosen. num_tokens: of the whole input, about.
     hear: called with each time that memory runs out; without it, they are said by `callbacks`.
+    packing_refused: as of `Assembly`.
     Raises: ModelError for weights that do not fit the model, OptionError for --execution where it does not work.
     """
     lengths_N = sample.lengths[sample.lengths > 0]
@@ -153,6 +155,7 @@ def make_runner(
         batches=lambda budget: _batches_like(lengths_N, budget, most_rows(assembly)),
         schedule=None,
         warn=callbacks.warning,
+        packing_refused=packing_refused,
     )
     with whole_model_fits(precision.device, lambda: _more_room(options, precision, "")):
         recipe = assembly.recipe(LEVERS, device_name(precision.device))

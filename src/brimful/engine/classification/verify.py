@@ -97,6 +97,7 @@ def verified_runner(
             callbacks=callbacks,
             hear=hear,
             model=model,
+            packing_refused=how_it_runs.packing != options.packing,
         )
         model, equivalence, why_not = None, None, None
         if compared is not None and plain_PC is not None:
