@@ -164,6 +164,12 @@ def test_no_label() -> None:
     assert error.hint == "name it by --label-column; columns: id, text, constant"
 
 
+def test_the_label_as_weights() -> None:
+    error = refused(rows_of(text=["a b", "c"], label=["x", "y"]), weight="label")
+    assert "no column can be the label: 'text' is read as text, 'label' is read as weights" in str(error)
+    assert error.hint == "name it by --label-column, or other weights by --weight-column; columns: text, label"
+
+
 def test_two_columns_that_could_be_the_label() -> None:
     error = refused(rows_of(comment_text=LONG, toxic=[0, 1], insult=[1, 0]))
     assert str(error) == "rows.csv: 2 columns could be the label: toxic,insult"

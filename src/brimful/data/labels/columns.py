@@ -102,7 +102,7 @@ def find_columns(
     names = [*text_parts(rows.table.column_names, text), *(each for each in (pair, weight) if each is not None)]
     _check_roles([*names, *labels])
     if need_labels and not labels:
-        found, reasons["label"], of_label = _find_label(rows, taken={*names})
+        found, reasons["label"], of_label = _find_label(rows, taken=names, weight=weight)
         labels, doubts = (found,), (*doubts, *of_label)
     return Columns(text=text, pair=pair, labels=labels, reasons=reasons, doubts=doubts, weight=weight)
 
@@ -185,7 +185,7 @@ def _find_pair(rows: Rows, text: str, taken: Collection[str]) -> str | None:
     return next((texts[second] for first, second in PAIRS if first == key_of(text) and second in texts), None)
 
 
-def _find_label(rows: Rows, taken: Collection[str | None]) -> tuple[str, str, tuple[str, ...]]:
+def _find_label(rows: Rows, taken: Collection[str], weight: str | None) -> tuple[str, str, tuple[str, ...]]:
     """Name, reason and doubts of the column with the label: by its name, by the last word of its name, else the one
     with the fewest distinct values."""
     left = [name for name in rows.table.column_names if name not in taken]
@@ -217,9 +217,10 @@ def _find_label(rows: Rows, taken: Collection[str | None]) -> tuple[str, str, tu
             hint=f"name it: --label-column {printable(fewest[0])}, or {shown} for one output each",
         )
     alone = [f"'{printable(name)}' has one value in all rows" for name in left if key_of(name) not in IDS]
-    used = [f"'{printable(name)}' is read as text" for name in taken if name is not None]
+    used = [f"'{printable(name)}' is read as {'weights' if name == weight else 'text'}" for name in taken]
     said = f"no column can be the label: {listed([*alone, *used], 4)}"
-    raise DataError(said, file=rows.name, hint=f"name it by --label-column; {_available(rows)}")
+    meant = "" if weight is None or key_of(weight) not in LABELS else ", or other weights by --weight-column"
+    raise DataError(said, file=rows.name, hint=f"name it by --label-column{meant}; {_available(rows)}")
 
 
 def _text_columns(rows: Rows, taken: Collection[str]) -> dict[str, str]:
