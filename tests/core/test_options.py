@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from brimful.core.command_line import command_of
 from brimful.core.errors import OptionError
 from brimful.core.options.checks import flag
 from brimful.core.options.profile import NOT_OF_A_STEP, ProfileOptions, flags_of
@@ -217,3 +218,20 @@ def test_optimizers_without_a_schedule_have_none_unless_asked(asked: dict[str, A
     options = TrainOptions(data="", model="", output="", **asked)
     assert options.lr_scheduler_type == schedule
     assert TrainOptions(**dataclasses.asdict(options)) == options
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [
+        ({}, ""),
+        ({"optim": "schedule_free_adamw"}, " --optim schedule_free_adamw"),
+        ({"lr_scheduler_type": "cosine"}, " --lr-scheduler-type cosine"),
+        (
+            {"optim": "schedule_free_radam", "lr_scheduler_type": "linear"},
+            " --lr-scheduler-type linear --optim schedule_free_radam",
+        ),
+    ],
+)
+def test_the_command_line_has_what_is_not_chosen_without_it(asked: dict[str, Any], shown: str) -> None:
+    options = TrainOptions(data="d", model="m", output="o", **asked)
+    assert command_of("train", options) == f"brimful train d --model m --output o{shown}"

@@ -6,6 +6,7 @@ import dataclasses
 import shlex
 from typing import Any
 
+from brimful.core.errors import OptionError
 from brimful.core.options.checks import flag
 
 #: Fields that a command takes as positional arguments, and those that its line shows even at their default.
@@ -26,7 +27,7 @@ def command_of(command: str, options: Any) -> str:
         if field.name in _POSITIONALS[command]:
             given += [] if value is None else [value]
             continue
-        if value == field.default and field.default is not dataclasses.MISSING and field.name not in _ALWAYS[command]:
+        if field.name not in _ALWAYS[command] and _is_default(options, field):
             continue
         text = str(value).removesuffix(".0") if isinstance(value, float) else str(value)
         if value is True or value is False:
@@ -38,3 +39,16 @@ def command_of(command: str, options: Any) -> str:
     if any(each.startswith("-") and each != "-" for each in given):
         return shlex.join(["brimful", command, *words, "--", *given])
     return shlex.join(["brimful", command, *given, *words])
+
+
+def _is_default(options: Any, field: dataclasses.Field[Any]) -> bool:
+    """True for a value that an option has without its flag, as the options make it of `auto`."""
+    if field.default is dataclasses.MISSING:
+        return False
+    value = getattr(options, field.name)
+    if value == field.default or field.default != "auto":
+        return bool(value == field.default)
+    try:
+        return bool(getattr(dataclasses.replace(options, **{field.name: field.default}), field.name) == value)
+    except OptionError:
+        return False
