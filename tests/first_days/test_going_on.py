@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForSequenceClassification
 
+from brimful.engine.training.baselines import Baselines
 from commands import Brimful, Files, train_words
 from tiny_files import review, write_csv, write_reviews
 
@@ -71,6 +74,22 @@ def test_a_transform_that_fails_later_leaves_the_folder_free(
     assert mended.code == 0, mended.err
     events = [json.loads(line)["kind"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert events.count("started") == 1
+
+
+def test_a_signal_when_all_steps_are_done_says_that_the_run_ends(
+    brimful: Brimful, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Baselines.result
+
+    def struck(*given: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return made(*given)
+
+    monkeypatch.setattr(Baselines, "result", struck)
+    said = brimful(*train_words(files.reviews, files.base, tmp_path / "run", "--max-steps", 1))
+    assert said.code == 0
+    assert "told to stop: all steps are done, and the run ends once its model is saved; Ctrl-C leaves" in said.err
+    assert (tmp_path / "run" / "model").is_dir()
 
 
 def test_fewer_steps_than_a_finished_run_has(brimful: Brimful, files: Files, tmp_path: Path) -> None:

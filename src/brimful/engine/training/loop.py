@@ -59,6 +59,7 @@ _TIME_EVERY_S = 10.0
 #: Seconds without a logged line after which steps are told of, and between two times.
 _STEPS_EVERY_S = 5.0
 _STOPPING = "told to stop: a checkpoint is saved first; Ctrl-C leaves at once"
+_ENDING = "told to stop: all steps are done, and the run ends once its model is saved; Ctrl-C leaves at once"
 
 
 class _ToldToStopError(Exception):
@@ -80,7 +81,8 @@ class TrainingLoop:
         self._memory = MemoryWatch(self._built.step.device, self._built.step.memory, limit=self._options.memory_limit)
         self._saving = Saving(context)
         self._evaluations = Evaluations(context, self._memory, self._out_of_memory)
-        self._signals = StopSignals(lambda: self._callbacks.stage(_STOPPING), ranks=self._ranks)
+        self._signals = StopSignals(self._answer_signal, ranks=self._ranks)
+        self._ending = False
         self._leave_at = math.inf
         self._flying: deque[Pending] = deque()
         self._compilations = self._built.compilations
@@ -112,6 +114,9 @@ class TrainingLoop:
                 if self._ranks.lost is not None:
                     self._write_lost(self._ranks.lost)
                 raise
+
+    def _answer_signal(self) -> None:
+        self._callbacks.stage(_ENDING if self._ending else _STOPPING)
 
     def _leave(self, lost: Lost) -> None:
         """Write down who is lost, and let the checkpoint that is being written be whole, where the loop cannot."""
@@ -446,6 +451,7 @@ class TrainingLoop:
             self._evaluate()
         if self._saving.saved_step != state.applied:
             self._saving.save()
+        self._ending = True
         with self._phases.during("export"):
             took_best = self._saving.take_best()
         metrics = state.best_metrics if took_best else state.metrics
