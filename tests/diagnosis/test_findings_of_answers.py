@@ -43,6 +43,11 @@ def test_a_good_model_has_no_findings() -> None:
     assert record("single_label", GOOD, CLASSES).findings == ()
 
 
+@pytest.mark.parametrize(("number", "said"), [(1, "only 1 row was evaluated: "), (2, "only 2 rows were evaluated: ")])
+def test_few_rows(number: int, said: str) -> None:
+    assert record("single_label", GOOD[:number], CLASSES[:number]).findings[-1].startswith(said)
+
+
 def test_one_label_only() -> None:
     found = record("single_label", np.tile([3.0, 0, 0], (300, 1)), CLASSES).findings
     assert found[0].startswith("every row is given 'bad'")

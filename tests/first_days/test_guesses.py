@@ -148,6 +148,12 @@ def test_every_class_has_one_row(brimful: Brimful, files: Files, tmp_path: Path)
     assert "20 rows are too few to hold out 0.1 of them: every class has one row" in said.err
 
 
+def test_a_limit_that_leaves_too_few_rows_to_hold_out(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    said = plan(brimful, files, reviews(tmp_path / "rows.csv", LABELS), "--limit", 2)
+    assert "2 rows are too few to hold out 0.1 of them" in said.err
+    assert "hint: --limit 2 leaves few: raise it, or train on all of them by --eval-split 0" in said.err
+
+
 def test_missing_labels(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     rows = [

@@ -219,3 +219,13 @@ def test_a_reader_of_stderr_that_leaves_ends_nothing(monkeypatch: pytest.MonkeyP
         for number in range(3):
             terminal.warning(f"warning {number}")
         print("and a word of others", file=stderr, flush=True)
+
+
+def test_a_long_name_of_a_column_keeps_its_quotation_marks(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal, name = Terminal(), "How satisfied are you with the product, all things considered, from 1 to 10?"
+    inputs = {"text_column": name, "pair_column": None, "label_columns": ("label",)}
+    terminal.data({"rows": 3, "inputs": inputs, "token_lengths": {"p50": 3, "p95": 5, "p100": 9}})
+    terminal.recipe(Recipe(device="CPU", levers=()))
+    (line,) = [line for line in lines(capsys) if line.startswith("Learns")]
+    assert line.count("'") == 4
+    assert line.endswith("'")

@@ -203,7 +203,8 @@ def _of_confidence(evaluation: Evaluation) -> Iterator[str]:
 
 def _of_rows(evaluation: Evaluation) -> Iterator[str]:
     if 0 < evaluation.num_rows < _FEW_ROWS:
-        yield f"only {evaluation.num_rows:,} rows were evaluated: the intervals show how little that says"
+        was = "row was" if evaluation.num_rows == 1 else "rows were"
+        yield f"only {evaluation.num_rows:,} {was} evaluated: the intervals show how little that says"
 
 
 def _name_of(metric: str) -> str:

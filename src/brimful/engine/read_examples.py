@@ -81,12 +81,23 @@ def read_examples(options: TrainOptions, callbacks: Callbacks, tables: Tables) -
         evaluation, num_eval_empty = make_examples(eval_rows, same, space, options.missing_labels)
         num_empty, fingerprint = num_empty + num_eval_empty, f"{fingerprint}+{eval_rows.fingerprint}"
     elif options.eval_split > 0:
-        training, evaluation = split_examples(training, options.eval_split, options.seed)
+        training, evaluation = _split(training, options)
     for doubt in data_doubts(training, evaluation, space.names):
         callbacks.warning(doubt)
     return ReadExamples(
         space=space, training=training, evaluation=evaluation, fingerprint=fingerprint, num_empty=num_empty
     )
+
+
+def _split(examples: Examples, options: TrainOptions) -> tuple[Examples, Examples]:
+    """Training and evaluation examples. Raises: DataError where rows are too few, with what made them few."""
+    try:
+        return split_examples(examples, options.eval_split, options.seed)
+    except DataError as error:
+        if options.limit is None or options.limit > len(examples):
+            raise
+        hint = f"--limit {options.limit} leaves few: raise it, or train on all of them by --eval-split 0"
+        raise DataError(error.message, file=error.file, row=error.row, value=error.value, hint=hint) from error
 
 
 def _same_columns(rows: Rows, columns: Columns, data: str, callbacks: Callbacks) -> Columns:

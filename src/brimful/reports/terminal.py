@@ -354,7 +354,7 @@ def _safe(text: object, limit: int = 400) -> str:
 def _task_text(inputs: Mapping[str, Any], labels: list[str]) -> str:
     """Say what is learned from which columns. inputs: as in TrainedInputs. labels: none of numbers."""
     texts = [name for name in (inputs["text_column"], inputs["pair_column"]) if name is not None]
-    names = [printable(repr(name), 60) for name in (*texts, *inputs["label_columns"])]
+    names = [f"'{printable(name, 60)}'" for name in (*texts, *inputs["label_columns"])]
     read, asked = names[: len(texts)], names[len(texts) :]
     said = f"{listed(asked, 5)} from {' with '.join(read)}"
     return said + (f": {listed([printable(label, 30) for label in labels], 5)}" if labels else "")
