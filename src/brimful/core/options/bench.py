@@ -56,7 +56,7 @@ class BenchOptions:
     encoding: str | None = None
     """Encoding of text files. Default: UTF-8; bytes that are not are read as windows-1252."""
     sheet: str | None = None
-    """Sheet of Excel files. Default: the first that has rows."""
+    """Sheet of Excel files. Default: the first with a table, of the columns asked for or of usual names."""
     task: TaskChoice = "auto"
     """Kind of task. auto: inferred from the label column."""
     missing_labels: MissingLabels = "error"

@@ -49,7 +49,7 @@ class ClassifyOptions:
     """Encoding of text files, as windows-1252 or gb18030. Default: UTF-8; bytes that are not are read as windows-1252,
     and counted."""
     sheet: str | None = None
-    """Sheet of Excel files. Default: the first that has rows."""
+    """Sheet of Excel files. Default: the first with a table, of the columns asked for or of usual names."""
     max_length: int | None = None
     """Longest sequence in tokens; longer ones are truncated, and counted. Default: that of training, where brimful
     trained the model, else the model's limit, at most 8192."""

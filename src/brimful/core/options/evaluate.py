@@ -62,7 +62,7 @@ class EvaluateOptions:
     """Encoding of text files, as windows-1252 or gb18030. Default: UTF-8; bytes that are not are read as windows-1252,
     and counted."""
     sheet: str | None = None
-    """Sheet of Excel files. Default: the first that has rows."""
+    """Sheet of Excel files. Default: the first with a table, of the columns asked for or of usual names."""
     limit: int | None = None
     """Use only so many rows of DATA, drawn by --seed, for a first look."""
     max_length: int | None = None

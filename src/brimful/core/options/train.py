@@ -82,7 +82,7 @@ class TrainOptions:
     """Encoding of text files, as windows-1252 or gb18030. Default: UTF-8; bytes that are not are read as windows-1252,
     and counted."""
     sheet: str | None = None
-    """Sheet of Excel files. Default: the first that has rows."""
+    """Sheet of Excel files. Default: the first with a table, of the columns asked for or of usual names."""
     task: TaskChoice = "auto"
     """Kind of task. auto: inferred from the label column, and printed."""
     missing_labels: MissingLabels = "error"
