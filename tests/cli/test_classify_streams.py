@@ -384,6 +384,9 @@ def test_what_zero_shot_takes_for_granted(brimful: Brimful, files: Files, tmp_pa
     assert f"warning: {guess}" in said.err
     assert "text: column 'sentence1' (by name; 'sentence2' is not read: zero-shot asks about one text" in said.err
     assert json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["record"]["notes"] == [guess]
+    (tmp_path / "d.csv").write_text("text,text_pair\na good film,a bad film\n", "utf-8")
+    said = brimful("classify", files.classifier, tmp_path / "d.csv", "--labels", "a,b")
+    assert "warning: 'text_pair' is not read: zero-shot asks about one text a row; --text-column names it" in said.err
 
 
 @pytest.mark.parametrize(("flags", "task"), [([], "single_label"), (["--multi-label"], "multi_label")])
