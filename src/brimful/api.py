@@ -42,7 +42,7 @@ from brimful.engine.evaluation.run import run_evaluation
 from brimful.engine.profiling.profile import profile as _profile
 from brimful.engine.training.export import export as _export
 from brimful.engine.training.train import train as _train
-from brimful.given import Data, Given, listening, training_data
+from brimful.given import Data, Given, as_pairs, listening, training_data
 from brimful.integrations.trackers.reporting import TrackerProcesses
 from brimful.models.hub.push import check_push, push_model
 from brimful.reports.classification_page import classification_page
@@ -208,7 +208,7 @@ def classify(
     if output == "-" or (output is None and frame is None and given.first is None):
         raise OptionError("classify needs an output", hint="or frame='pandas'; for texts in memory there is Classifier")
     fixed = {"model": model, "data": name, "output": output}
-    asked = _options("classify", ClassifyOptions, options, without=tuple(fixed), **fixed)
+    asked = as_pairs(_options("classify", ClassifyOptions, options, without=tuple(fixed), **fixed), given.first)
     rows = TableOutput() if output is None else None
     with listening(callbacks, False if asked.quiet else progress) as listener:
         record = run_classification(asked, listener, tables=given.tables, rows=rows)
@@ -243,6 +243,7 @@ def evaluate(
     given = Given()
     name = given.name(data, labels)
     asked = _options("evaluate", EvaluateOptions, options, without=("model", "data"), model=model, data=name)
+    asked = as_pairs(asked, given.first)
     with listening(callbacks, False if asked.quiet else progress) as listener:
         return run_evaluation(asked, listener, given.tables)
 

@@ -6,15 +6,21 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from brimful.core.callbacks import Callbacks, PythonWarnings
 from brimful.core.errors import OptionError
+from brimful.core.options.classify import ClassifyOptions
+from brimful.core.options.evaluate import EvaluateOptions
+from brimful.data.column_names import PAIR_COLUMNS
 from brimful.data.readers.in_memory import InMemory, Tables, in_memory, is_in_memory, splits_of
 from brimful.reports.terminal import Terminal
 
 #: Anything that rows can be read from.
 Data = Any
+#: Options of a call that classifies rows.
+Classifying = TypeVar("Classifying", ClassifyOptions, EvaluateOptions)
 
 
 class Given:
@@ -38,6 +44,17 @@ class Given:
         self.tables[name] = found.table
         self.first = self.first or found
         return name
+
+
+def as_pairs(options: Classifying, given: InMemory | None) -> Classifying:
+    """Options that read the pairs of a list, of tuples or of `text` with `text_pair`, where they name no columns."""
+    text, pair = PAIR_COLUMNS
+    if given is None or given.kind != "list":
+        return options
+    has_pairs = {text, pair}.issubset(given.table.column_names)
+    is_named = options.text_column is not None or options.pair_column is not None
+    is_zero_shot = isinstance(options, ClassifyOptions) and options.labels is not None
+    return replace(options, pair_column=pair) if has_pairs and not (is_named or is_zero_shot) else options
 
 
 def training_data(data: Data, labels: Any, eval_data: Data) -> tuple[Any, Any, Tables]:

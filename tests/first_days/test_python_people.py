@@ -135,7 +135,7 @@ def test_answers_in_memory_are_evaluated_as_those_of_a_file(files: Files, tmp_pa
 
 
 def test_pairs_are_classified_as_pairs_whatever_the_model_was_trained_on(files: Files, tmp_path: Path) -> None:
-    """As --pair-column of the command line does, and with a word where the model was trained on single texts."""
+    """As --pair-column of the command line does. Of a table the model's training decides, and says so."""
     model = tmp_path / "model"
     shutil.copytree(files.classifier, model)
     trained = TrainedInputs(text_column="text", pair_column=None, label_columns=("label",), max_length=64)
@@ -148,14 +148,16 @@ def test_pairs_are_classified_as_pairs_whatever_the_model_was_trained_on(files: 
     with pytest.warns(UserWarning, match="trained on single texts, and pairs are given"):
         expected = brimful.classify(model, file, frame="list", verify=0, **named)
     frame = pandas.DataFrame({"text": columns[0], "text_pair": columns[1]})
-    for given in (pairs, [list(pair) for pair in pairs], rows, frame):
-        with pytest.warns(UserWarning, match="'text' is read with its pair, 'text_pair'; --pair-column none reads"):
+    for given in (pairs, [list(pair) for pair in pairs], rows):
+        with pytest.warns(UserWarning, match="trained on single texts, and pairs are given"):
             found = brimful.classify(model, given, frame="list", verify=0)
         assert [(row["score"], row["num_tokens"]) for row in found] == [
             (row["score"], row["num_tokens"]) for row in expected
         ]
-    single = brimful.classify(model, pairs, verify=0, pair_column="none")
-    assert [row["score"] for row in single] == [row["score"] for row in brimful.classify(model, TEXTS[:4], verify=0)]
+    single = [row["score"] for row in brimful.classify(model, TEXTS[:4], verify=0)]
+    assert [row["score"] for row in brimful.classify(model, pairs, verify=0, pair_column="none")] == single
+    with pytest.warns(UserWarning, match="'text_pair' is not read: .* --pair-column text_pair reads pairs"):
+        assert brimful.classify(model, frame, verify=0)["score"].tolist() == single
     [lone] = brimful.classify(model, [("a film", None)], verify=0, callbacks=Callbacks())
     assert lone["label"] is None
 

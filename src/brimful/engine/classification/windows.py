@@ -20,7 +20,7 @@ from brimful.core.errors import OptionError, printable
 from brimful.core.options.classify import ClassifyOptions
 from brimful.core.records import TrainedInputs
 from brimful.data.column_names import PAIR_COLUMNS
-from brimful.data.labels.columns import NO_PAIR, Columns, check_exists, find_columns, joined_texts, text_parts
+from brimful.data.labels.columns import Columns, check_exists, find_columns, joined_texts, text_parts
 from brimful.data.labels.examples import has_text
 from brimful.data.readers.fields import rows_with_fields, with_fields
 from brimful.data.readers.rows import Rows
@@ -203,8 +203,7 @@ def _columns_as_in_training(
 ) -> tuple[Columns, str | None]:
     """Columns of training where the input has them, for what the options do not name; and a likely mistake, in words.
 
-    A pair is read where the model was trained on pairs, where one is named, and where the columns are those that pairs
-    have in Python and in transformers' pipeline.
+    A pair is read where the model was trained on pairs, or where one is named.
     """
     text, pair = options.text_column, options.pair_column
     reasons = {}
@@ -219,12 +218,12 @@ def _columns_as_in_training(
         said = f"the model was trained on {printable(inputs.text_column)!r}, which is not here"
         doubt = f"{said}: {printable(found.text)!r} is read; --text-column names another"
     if inputs.pair_column is None and found.pair is not None:
-        if (found.text, found.pair) == PAIR_COLUMNS and options.pair_column is None:
-            doubt = "the model was trained on single texts, and 'text' is read with its pair, 'text_pair'"
-            doubt += f"; --pair-column {NO_PAIR} reads single texts"
-        elif options.pair_column is None:
+        if options.pair_column is None:
             reasons.pop("pair")
-            reasons["text"] += f"; {printable(found.pair)!r} is not read: the model was trained on single texts"
+            left_out = f"{printable(found.pair)!r} is not read: the model was trained on single texts"
+            if (found.text, found.pair) == PAIR_COLUMNS:
+                doubt = f"{left_out}; --pair-column {found.pair} reads pairs"
+            reasons["text"] += f"; {left_out}"
             found = replace(found, pair=None)
         else:
             doubt = "the model was trained on single texts, and pairs are given (--pair-column)"
