@@ -42,6 +42,22 @@ def check_here(model: Any, *, max_length: int = LONGEST, precision: str = "fp32"
 # --- equality -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["gpt2", "deberta-v2"])
+def test_no_padding_is_looked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is filled up; transformers would warn that there is no mask, and read the device for it."""
+    looked = []
+    monkeypatch.setattr(
+        transformers.PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_: looked.append(name)
+    )
+    model = FAMILIES[name].model()
+    shape = PackedShape(num_tokens=12, num_slots=2, max_length=8)
+    row = packed_inputs(sequences([5, 3]), shape, padding_id=0, groups=True)
+    PackedModel(model, FAMILIES[name].form)(row)
+    assert not looked
+    model.base_model.warn_if_padding_and_no_attention_mask(row.ids_T[None], None)  # whoever calls it elsewhere
+    assert looked == [name]
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", FAMILIES)
 def test_texts_that_hold_the_padding_token(name: str) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, cast
@@ -39,6 +39,8 @@ from brimful.models.packed.refusals import refusals
 Pooling = Literal["first", "last", "mean", "late"]
 
 PACKED = "brimful_packed"
+#: What models of transformers look for padding by, where they are given no mask.
+_LOOKS_FOR_PADDING = "warn_if_padding_and_no_attention_mask"
 
 
 #: What layers hand on to everything in them. Anything else may change what attention computes, be it a little: sinks,
@@ -219,6 +221,20 @@ def _needs_context(layer: nn.Module) -> bool:
     return layer._compiled_call_impl is not None or getattr(layer, "gradient_checkpointing", False)
 
 
+@contextmanager
+def _needs_no_mask(base: nn.Module) -> Iterator[None]:
+    """Within, transformers does not look for padding, which it warns of where there is no mask: a packed row's end is
+    filled up. It would read ids of the device for that."""
+    vars(base)[_LOOKS_FOR_PADDING] = _does_not_look
+    try:
+        yield
+    finally:
+        del vars(base)[_LOOKS_FOR_PADDING]
+
+
+def _does_not_look(*_: object) -> None: ...
+
+
 def _without_cache(forward: Callable[..., Any]) -> dict[str, Any]:
     """Arguments that keep a forward from storing keys and values: those of one pass are for no other."""
     return {"use_cache": False} if "use_cache" in inspect.signature(forward).parameters else {}
@@ -336,7 +352,7 @@ class PackedModel(LayoutModel):
         if self._takes_positions:
             types["position_ids"] = self._positions_T(inputs)[None]
         arguments = self._row_arguments(inputs)
-        with current().told():
+        with current().told(), _needs_no_mask(self._base):
             states: Tensor = self._base(input_ids=inputs.ids_T[None], **arguments, **types, **self._settings)[0]
         return states[0]
 
