@@ -154,6 +154,22 @@ def test_compiled_in_bf16_learns_what_one_does(train: Train, tmp_path: Path, mor
         assert together["loss"] == pytest.approx(alone["loss"], rel=5e-2)
 
 
+@pytest.mark.parametrize("mode", ["captured", "eager"])
+@pytest.mark.parametrize("budget", ["4096", "128"], ids=["one micro-batch", "several"])
+def test_rows_of_a_large_table_learn_what_one_does(train: Train, tmp_path: Path, mode: str, budget: str) -> None:
+    """A decoder whose table of words has 72 MB, of batches that grow and shrink, with evaluations in between."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 256, "num_hidden_layers": 2}
+    rows = write_rows(tmp_path / "rows.jsonl", single_label_rows(700))
+    large = {**sizes, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 70_000}
+    model = save_tiny_model(tmp_path / "llama", family="llama", dropout=0.0, **large)
+    ask = ["--precision", "fp32", "--lr-scheduler-type", "constant", "--max-length", "80", "--eval-steps", "7"]
+    in_parts = ["--sharding", "parameters", "--execution", mode, "--peer-copies", "--token-budget", budget]
+    one = train(tmp_path / "one", 1, *ask, "--execution", "eager", given=(rows, model))
+    two = train(tmp_path / "two", 2, *ask, *in_parts, given=(rows, model))
+    for alone, together in zip(one, two, strict=True):
+        assert together["loss"] == pytest.approx(alone["loss"], rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("mode", "more"),
     [

@@ -130,9 +130,10 @@ def forget_cut(module: nn.Module, kind: type) -> None:
 
     module.__class__ = kind
     _module_state_mapping.pop(module, None)
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+    loading = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks, module._state_dict_pre_hooks)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks, *loading):
         for key in [key for key, hook in hooks.items() if is_of_fsdp(hook)]:
-            del hooks[key]
+            del hooks[key]  # type: ignore[attr-defined]
     for name in [name for name in vars(module) if name.startswith(STATE_OF_FSDP)]:
         delattr(module, name)
 

@@ -24,6 +24,7 @@ from brimful.levers import data_parallel, execution, optimizer, sharding
 from brimful.levers.lever import Assembly, Verdict
 from brimful.models import fusion
 from brimful.models.packed import packed_forward
+from brimful.step.reduce import table_rows
 from brimful.step.step import Step
 from brimful.step.updates.fused_sharded import FusedShardedAdamW
 from engine.training import test_sharded_training
@@ -207,6 +208,28 @@ def test_gpus_that_turn_out_not_to_reach_one_another_send(
     assert "sent by NCCL and not copied" in processes(tmp_path / "sent")
     losses = [[each["loss"] for each in events(tmp_path / name, "step")] for name in ("run", "sent")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("by", [(), ("--peer-copies",)], ids=["by default", "asked for"])
+def test_rows_of_tables_are_read_in_all_or_in_none(
+    by: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the first process has it: others are told to copy, whether or not it was asked for."""
+    save_tiny_model(tmp_path / "model", family="mpt", dropout=0.0)
+    write_rows(tmp_path / "rows.jsonl", single_label_rows(40))
+    monkeypatch.setattr(data_parallel, "_on_gpus", lambda _: True)
+    monkeypatch.setattr(table_rows, "_LEAST_BYTES", 0)
+    read = table_rows.TableRows.read
+
+    def reading(self: Any, words: torch.Tensor) -> torch.Tensor:
+        (tmp_path / f"read by {os.environ['RANK']}").touch()
+        return read(self, words)
+
+    monkeypatch.setattr(table_rows.TableRows, "read", reading)
+    ask = asked(tmp_path, tmp_path / "run", "--max-steps", "3", "--sharding", "parameters", "--eval-steps", "2", *by)
+    assert start(tmp_path / "logs", *ask).results() == [0, 0]
+    assert {(tmp_path / f"read by {rank}").exists() for rank in range(2)} == {bool(by)}
 
 
 @pytest.mark.thorough

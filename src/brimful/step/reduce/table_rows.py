@@ -3,23 +3,26 @@
     forward pass     rows of the micro-batch's words are read where they are, in the memory of the process that has them
     backward pass    gradients of these rows are put where all processes read them; each sums those of rows that it has
 
-FSDP2 puts the whole table together, and sends a gradient of all of its rows. Here as many rows move as a micro-batch
-has tokens: of 128,256 words and 5,700 tokens 4 %.
+FSDP2 puts the whole table together, and sends a gradient of all of its rows. Here each process reads as many rows of
+every other one as its micro-batch has tokens: of 128,256 words and 5,700 tokens 4 %.
 """
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from brimful.hardware.capture import is_capturing
+from brimful.hardware.memory import release_unused
 from brimful.hardware.peers import PeerMemory, Peers
 from brimful.hardware.ranks import Ranks
 from brimful.models.tensor_plan import local
 
+#: Tokens that room is made for, as times those of the micro-batch that needs it: sizes of one run differ by less.
+_ROOM = 2
 #: Least bytes of a table that rows are read of. Others have hardly more rows than a pass has tokens.
 _LEAST_BYTES = 64 << 20
 
@@ -33,12 +36,20 @@ def reads_rows(module: nn.Module, kind: type) -> bool:
     return plain and module.weight.numel() * module.weight.element_size() >= _LEAST_BYTES
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Room:
+    """Memory of what processes tell one another of a backward pass: words, how many they are behind them; gradients."""
+
+    words: PeerMemory
+    gradients: PeerMemory
+
+
 class TableRows:
     """Looks words up in a table whose weight is cut by rows, as FSDP2 cuts it: call it with their numbers.
 
     Made by all processes at once, whose calls have the same shapes in the same order. Its part of the weight moves to
-    memory that all of them reach. What this process writes there is what the others have read: each call begins as all
-    of them have come to it, and weights change between a backward pass and the next call alone.
+    memory that all of them reach. Weights change between a backward pass and the next call alone, which begins as all
+    processes have come to it. Raises: DeviceError in all processes where one has no such memory; nothing is changed.
     """
 
     def __init__(self, table: nn.Embedding, peers: Peers, ranks: Ranks) -> None:
@@ -50,8 +61,7 @@ class TableRows:
         part = self._weights.own[: own.numel()].view(own.shape)
         part.copy_(own)
         self._weight._local_tensor = part  # type: ignore[attr-defined]
-        self._words: PeerMemory | None = None
-        self._gradients: PeerMemory | None = None
+        self._rooms: list[_Room] = []  # the last one is used; graphs use those that they were captured with
 
     def __call__(self, words: Tensor) -> Tensor:
         """(..., H) rows of (...) words. Raises: RuntimeError where a capture comes before its shape did."""
@@ -81,16 +91,19 @@ class TableRows:
 
     def sum(self, words: Tensor, gradient: Tensor) -> Tensor:
         """(own rows, H) sum of all processes' gradients of the rows that this one has. gradient: (..., H)."""
-        assert self._words is not None
-        assert self._gradients is not None
-        count, flat_T = words.numel(), words.flatten()
-        self._words.own[:count].copy_(flat_T if self._ignored is None else flat_T.where(flat_T != self._ignored, -1))
-        self._gradients.own[: gradient.numel()].copy_(gradient.flatten())
-        self._words.meet()
-        words_T = torch.cat([theirs[:count] for theirs in self._words.all_R])
+        room, count, flat_T = self._rooms[-1], words.numel(), words.flatten()
+        room.words.own[:count].copy_(flat_T if self._ignored is None else flat_T.where(flat_T != self._ignored, -1))
+        room.words.own[-1] = count
+        room.gradients.own[: gradient.numel()].copy_(gradient.flatten())
+        room.words.meet()
+        words_T = torch.cat([theirs[:count] for theirs in room.words.all_R])
         sums_TH = gradient.new_empty(len(words_T), self._width)
-        for part, theirs in zip(sums_TH.chunk(len(self._words.all_R)), self._gradients.all_R, strict=True):
+        for part, theirs, told in zip(
+            sums_TH.chunk(len(room.words.all_R)), room.gradients.all_R, room.words.all_R, strict=True
+        ):
             part.copy_(theirs[: part.numel()].view(part.shape))
+            part.masked_fill_(told[-1] != count, torch.nan)  # never: a step that is not finite is not applied
+        room.words.meet()  # all have read
         place_T = words_T - self._rank * self._num_rows
         place_T = place_T.where((place_T >= 0) & (place_T < self._num_own), self._num_own)  # a row behind, for others'
         given: Any = (sums_TH, place_T, self._num_own + 1, self._num_own, False)
@@ -98,13 +111,15 @@ class TableRows:
         return summed
 
     def _make_room(self, count: int) -> None:
-        """Have memory for gradients of so many words. Graphs keep what they were captured with."""
-        if self._words is not None and len(self._words.own) >= count:
+        """Have memory for gradients of so many words."""
+        if self._rooms and len(self._rooms[-1].words.own) > count:
             return
         if is_capturing():
             raise RuntimeError("a pass is captured that has more words than any before")
-        self._words = self._peers.zeros(count, torch.int64)
-        self._gradients = self._peers.zeros(math.prod((count, self._width)), self._weights.own.dtype)
+        release_unused(self._weights.own.device)
+        words = self._peers.zeros(_ROOM * count + 1, torch.int64)
+        gradients = self._peers.zeros(_ROOM * count * self._width, self._weights.own.dtype)
+        self._rooms.append(_Room(words=words, gradients=gradients))
 
 
 class _Looked(torch.autograd.Function):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from brimful.core.errors import DeviceError, first_line
 from brimful.hardware.capture import is_capturing
 from brimful.hardware.peers import Peers, peers_for
 from brimful.hardware.process_settings import give_back_freed_memory
@@ -82,18 +83,24 @@ class FullyShardedUpdate(PartsUpdate):
         if self.find_peers is None:
             return ""
         peers, warning = peers_for(self.find_peers, self._shared_ranks, self.device, must=self.must_copy)
-        if peers is not None:
-            if self.same_shapes:
+        if peers is None:
+            return warning
+        try:
+            if self._shared_ranks.spread("rows" if self.same_shapes else ""):
                 self._read_rows(peers)
             for modules in self._roots:
                 send_by_copies(modules, peers, self._shared_ranks, layers=self._layers)
-        return warning
+        except DeviceError as error:  # in all processes
+            if self._shared_ranks.spread("must" if self.must_copy else ""):
+                raise
+            return f"weights are sent by NCCL, or some of them: {first_line(error)}; --no-peer-copies does not try"
+        return ""
 
     def _read_rows(self, peers: Peers) -> None:
         """Have rows of large tables read, which are not put together any more."""
         for table in [each for each in self._roots[0] if reads_rows(each, self._classes[each])]:
-            forget_cut(table, self._classes[table])
             rows = TableRows(table, peers, self._shared_ranks)  # type: ignore[arg-type]
+            forget_cut(table, self._classes[table])
             table.forward, self._tables[table] = rows, rows
             self._roots[0].remove(table)
 

@@ -183,6 +183,11 @@ class PartsUpdate(Update):
                 getattr(self, name).fill_(getattr(state.counters, name))
         self._load_optimizer_state(state.optimizer, set(state.counters.used))
 
+    @property
+    def num_updated(self) -> int:
+        """As `Update` has it, of this process's parts."""
+        return sum(local(p).numel() for p in self.parameters)
+
     def kept(self) -> Kept:
         """As `Update` has it, of this process's parts."""
         weights = [local(p) for p in self.model.parameters()]
