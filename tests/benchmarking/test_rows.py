@@ -8,7 +8,7 @@ import pytest
 
 import brimful
 from benches import figures, recipe
-from brimful.benchmarking.rows import PLAIN, check_rows, recommended_of, rows_of, trainers_settings
+from brimful.benchmarking.rows import PLAIN, check_rows, in_turns, recommended_of, rows_of, trainers_settings
 from brimful.benchmarking.run import recommended
 from brimful.core.bench import BenchRow, Measured, Row, frontier
 from brimful.core.options.bench import BenchOptions
@@ -73,6 +73,18 @@ def test_rows_that_need_a_gpu_say_what_for() -> None:
 )
 def test_trainers_counterpart(settings: dict[str, Any], theirs: dict[str, Any] | None) -> None:
     assert trainers_settings(settings, 8) == theirs
+
+
+def test_both_sides_have_rows_whenever_time_is_over() -> None:
+    rows = rows_of(BenchOptions(model="m", rows="guide"), longest=512, on_gpu=True)
+    turns = in_turns(rows)
+    assert turns[0] == PLAIN
+    assert sorted(row.key for row in turns) == sorted(row.key for row in rows)
+    theirs = [row for row in rows if row.side == "trainer"]
+    sides = [row.side for row in turns[: 2 * len(theirs)]]
+    assert sides == ["trainer", "brimful"] * len(theirs)
+    for side in ("trainer", "brimful"):
+        assert [row for row in turns if row.side == side] == [row for row in rows if row.side == side]
 
 
 def test_rows_that_the_user_names() -> None:

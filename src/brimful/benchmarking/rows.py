@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, get_args, get_type_hints
 
 from brimful.core.bench import RECOMMENDED, Row
@@ -74,6 +75,15 @@ def rows_of(options: BenchOptions, *, longest: int, on_gpu: bool) -> list[Row]:
             raise OptionError(said, hint=f"the sets are {', '.join(_PRESETS)}; as in --rows guide,precision=bf16")
     unique = {row.key: row for row in reversed(found)}
     return [_with_needs(row, on_gpu) for row in reversed(unique.values())]
+
+
+def in_turns(rows: Sequence[Row]) -> list[Row]:
+    """Return rows in the order to measure them in: the first, and then one of ours and one of Trainer's, so that both
+    sides have rows where time is over before all are measured."""
+    first, *others = rows
+    ours, theirs = ([row for row in others if row.side == side] for side in ("brimful", "trainer"))
+    both = zip_longest(ours, theirs)
+    return [first, *(row for pair in both for row in pair if row is not None)]
 
 
 def check_rows(options: BenchOptions) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from brimful.benchmarking.folder import BenchFolder
 from brimful.benchmarking.process import Ended, Watch, run_plan
-from brimful.benchmarking.rows import LEARNED, check_rows, recommended_of, rows_of
+from brimful.benchmarking.rows import LEARNED, check_rows, in_turns, recommended_of, rows_of
 from brimful.core.bench import RECOMMENDED, RESULTS, Bench, BenchRow, Measured, Row, Steps, Workload
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import InputError, Interrupted
@@ -44,7 +44,8 @@ class BenchRun:
         self._folder = BenchFolder(Path(options.output))
         self._deadline = time.monotonic() + options.budget_s if options.budget_s else None
         self._walls: list[float] = []
-        self._found: list[BenchRow] = []
+        self._found: list[BenchRow] = []  # as they were measured
+        self._places: dict[str, int] = {}  # of rows in tables, by their keys
         self._begun = self._has_work = False
 
     def run(self) -> Bench:
@@ -69,7 +70,8 @@ class BenchRun:
         self._steps_now, self._work = self._folder.agree(self._options, workload, steps)
         self._has_work = True
         self._callbacks.note(_work_text(self._work, self._steps_now))
-        for number, row in enumerate(rows):
+        self._places = {row.key: place for place, row in enumerate(rows)}
+        for number, row in enumerate(in_turns(rows)):
             self._found.append(self._row(row, f"row {number + 1} of {len(rows) + 1}", len(rows) - number))
             self._tell(self._found[-1])
             self._folder.write(RESULTS, to_json(self._bench()))  # a killed bench leaves what it found
@@ -217,6 +219,7 @@ class BenchRun:
     def _all(self) -> list[BenchRow]:
         """Rows of this call, and after them those that others have measured; what is recommended comes last."""
         found = [each for each in self._found if each.row.name != RECOMMENDED]
+        found.sort(key=lambda each: self._places[each.row.key])
         last = [each for each in self._found if each.row.name == RECOMMENDED]
         return [*found, *self._folder.others(each.row for each in found), *last]
 
