@@ -27,7 +27,7 @@ def padded_shapes(assembly: Assembly, num_tokens: int, num_rows: int) -> tuple[P
 
     num_tokens: most of a micro-batch, padding counted. num_rows: sequences of a batch at most.
     """
-    num_tokens, call = max(num_tokens, assembly.max_length), call_tokens(assembly.model, _launch(assembly))
+    call = call_tokens(assembly.model, _launch(assembly))
     shapes = PaddedShapes(lengths=None, num_tokens=num_tokens, num_rows=num_rows, call_tokens=call)
     if assembly.device.type != "cuda" or not assembly.training:
         return shapes, "rows as long as the longest in them; batches are cut where that saves time"

@@ -74,7 +74,9 @@ class TokenBudget(Lever):
             )
         said = "" if rows is None else f"at most {rows} rows each, as asked; "
         if not packing.packed:
-            shapes, reason = padded_shapes(assembly, tokens, most_rows(assembly))
+            shapes, reason = padded_shapes(
+                assembly, max(tokens, _longest(assembly, assembly.max_length)), most_rows(assembly)
+            )
             if verdict.ok:
                 _tell_raised(assembly, shapes.num_tokens)
             return cls(
@@ -92,7 +94,9 @@ class TokenBudget(Lever):
         batches = assembly.batches(tokens)
         share = sum(int(lengths.sum()) for lengths in batches) / max(1, assembly.num_tokens)
         cost = min(1.0, share) * _budget_tokens(assembly)
-        budgets = choose_budgets(batches, tokens, assembly.usual_length, most_rows=rows, budget_tokens=cost)
+        budgets = choose_budgets(
+            batches, tokens, _longest(assembly, assembly.usual_length), most_rows=rows, budget_tokens=cost
+        )
         _tell_raised(assembly, budgets.tokens[-1])
         more = ", and more would take longer than they save" if cost and len(budgets.tokens) < MAX_BUDGETS else ""
         return cls(
@@ -120,7 +124,7 @@ class TokenBudget(Lever):
             assembly.layout = PackedLayout(
                 budgets=self.budgets,
                 num_slots=most_rows(assembly),
-                max_length=assembly.usual_length,
+                max_length=min(assembly.usual_length, self.budgets.tokens[-1]),
                 padding_id=padding_id,
                 groups=False,
             )
@@ -133,13 +137,25 @@ class TokenBudget(Lever):
             )
 
 
+def _longest(assembly: Assembly, there_can_be: int) -> int:
+    """Return the longest sequence that the largest size must hold. What is asked for is not exceeded for one that no
+    training row has: there is another size for it, should it come."""
+    asked = assembly.options.token_budget
+    if asked is None or not assembly.training:
+        return there_can_be
+    return min(there_can_be, max(asked // TILE * TILE, _longest_seen(assembly, asked)))
+
+
+def _longest_seen(assembly: Assembly, tokens: int) -> int:
+    return max((int(lengths.max(initial=0)) for lengths in assembly.batches(tokens)), default=0)
+
+
 def _tell_raised(assembly: Assembly, tokens: int) -> None:
     """Warn that --token-budget is below the longest row that was seen, and what is taken in its place."""
     asked = assembly.options.token_budget
     if asked is None or asked >= assembly.max_length:
         return
-    longest = max((int(lengths.max(initial=0)) for lengths in assembly.batches(asked)), default=0)
-    if asked < longest:
+    if asked < (longest := _longest_seen(assembly, asked)):
         said = f"a row has {longest:,} tokens, and is not cut in two"
         assembly.warn(f"--token-budget {asked:,} is raised to {tokens:,}: {said}")
 
