@@ -341,6 +341,7 @@ NOT_PART_OF_THE_RUN = frozenset(
     | {"baselines", "report", "quiet", "push_to_hub", "gpus", "reduce_dtype", "sharding", "offload_folder"}
     | {"launcher", "num_processes", "tensor_parallel"}
     | {"memory_limit", "activation_memory", "allocator", "prefetch", "hang_timeout", "peer_copies"}
+    | {"optimizer_offload", "optimizer_in_backward", "stream_weights", "stream_folder"}
     | {"per_device_batch_size", "gradient_accumulation_steps"}
 )
 
