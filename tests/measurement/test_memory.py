@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from brimful.measurement.memory import (
     MemoryWatch,
     PhaseMemory,
     peak_resident_bytes,
+    resident_bytes,
     split,
     workspace_bytes,
     workspace_sizes,
@@ -214,11 +216,19 @@ def test_workspaces_are_known_by_their_size(
 
 def test_on_a_cpu_the_resident_memory_of_the_process() -> None:
     weight = torch.zeros(1 << 20)
-    peak = MemoryWatch(CPU, PhaseMemory(lambda: Kept.of(CPU, [weight]))).peak()
+    memory = MemoryWatch(CPU, PhaseMemory(lambda: Kept.of(CPU, [weight])))
+    peak = memory.peak()
     resident = peak_resident_bytes()
     assert resident is not None
     assert peak.resident == peak.total == sum(peak.components.values())
     assert peak.total <= resident
+    held = np.ones(max(0, resident - (resident_bytes() or 0)) + (64 << 20), np.uint8)  # a model that is saved, say
+    later = memory.with_what_came(peak)
+    assert later.resident == later.total == sum(later.components.values())
+    assert later.total >= peak.total + held.nbytes // 2
+    assert later.components["weights"] == peak.components["weights"]
+    on_gpu = PeakMemory(allocated=1 << 20, total=1 << 21, components={"weights": 1 << 20, "unused": 1 << 20})
+    assert memory.with_what_came(on_gpu) == on_gpu
     assert peak.components["weights"] == 4 << 20
 
 

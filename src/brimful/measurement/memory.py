@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -390,6 +390,16 @@ class MemoryWatch:
     def peak(self) -> PeakMemory:
         """The peaks so far."""
         return self._of_host() if self._records is None else self._of_device(self._records)
+
+    def with_what_came(self, peak: PeakMemory) -> PeakMemory:
+        """Peaks that were taken before, and of host memory what the process has had since, as all else: a model that is
+        saved. Of a device they stay."""
+        resident = peak_resident_bytes() if peak.resident is not None else None
+        if peak.resident is None or peak.total is None or resident is None or resident <= peak.resident:
+            return peak
+        more = resident - peak.resident
+        parts = {**peak.components, "all_else": peak.components.get("all_else", 0) + more}
+        return replace(peak, resident=resident, total=peak.total + more, components=parts)
 
     def _of_device(self, records: AllocatorRecords) -> PeakMemory:
         if self._reading is not None:

@@ -479,7 +479,7 @@ class TrainingLoop:
         with self._phases.during("export"):  # beside the last checkpoint
             save_trained(self._built, self._prepared, self._options, self._context.folder.model, card)
         self._saving.settle(must=True)
-        run = dataclasses.replace(run, phases_s=self._phases.seconds)
+        run = dataclasses.replace(run, phases_s=self._phases.seconds, peak_bytes=self._memory.with_what_came(peak))
         self._events.write("finished", step=state.applied, metrics=metrics, phases_s=run.phases_s)
         self._context.folder.write(run)
         self._callbacks.finished(run, str(self._context.folder.path))
