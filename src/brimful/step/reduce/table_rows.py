@@ -102,7 +102,7 @@ class TableRows:
             sums_TH.chunk(len(room.words.all_R)), room.gradients.all_R, room.words.all_R, strict=True
         ):
             part.copy_(theirs[: part.numel()].view(part.shape))
-            part.masked_fill_(told[-1] != count, torch.nan)  # never: a step that is not finite is not applied
+            part.masked_fill_(told[-1] != count, torch.nan)  # passes that differ: the step is left out, and said
         room.words.meet()  # all have read
         place_T = words_T - self._rank * self._num_rows
         place_T = place_T.where((place_T >= 0) & (place_T < self._num_own), self._num_own)  # a row behind, for others'
