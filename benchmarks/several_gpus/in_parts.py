@@ -59,6 +59,11 @@ ROWS = (
         name="compiled, sent",
         settings={"gpus": 2, "sharding": "parameters", "execution": "compiled", "no-peer-copies": True},
     ),
+    Row(
+        side="brimful",
+        name="compiled, rows of the table",
+        settings={"gpus": 2, "sharding": "parameters", "execution": "compiled", "peer-copies": True},
+    ),
     Row(side="trainer", name="one GPU", settings={"gpus": 1}),
     Row(side="trainer", name="one GPU, compiled", settings={"gpus": 1, "torch_compile": True}),
     Row(
