@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainingArguments
 
 import brimful
 from benches import figures, guide_bench, recipe
+from brimful.benchmarking import needed
 from brimful.benchmarking import run as bench_run
 from brimful.benchmarking.folder import BenchFolder
 from brimful.benchmarking.process import Ended, Watch
+from brimful.benchmarking.worker import measure
 from brimful.core.bench import RECOMMENDED, Bench, read_bench
 from brimful.core.callbacks import Callbacks
 from brimful.core.options.bench import BenchOptions
@@ -176,6 +179,29 @@ def test_without_matplotlib_all_but_the_page_is_written(
     names = {each.name for each in (tmp_path / "b").iterdir()}
     assert {"results.json", "results.csv", "results.md"} <= names
     assert "bench.html" not in names
+
+
+def test_without_accelerate_no_row_is_begun(tmp_path: Path, plans: Plans, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needed, "find_spec", lambda name: None if name == "accelerate" else name)
+    with pytest.raises(brimful.OptionError, match="Trainer, which needs the package accelerate") as caught:
+        bench(tmp_path)
+    assert caught.value.hint == "pip install 'brimful[compare]'"
+    assert plans.done == []
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_trainer_that_cannot_start_ends_the_bench_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked in the process that looks at the work, as a row would."""
+
+    def old(_: TrainingArguments) -> None:
+        raise ImportError("Using the `Trainer` with `PyTorch` requires `accelerate>=1.1.0`\nsee there")
+
+    monkeypatch.setattr(TrainingArguments, "__post_init__", old)
+    plan = {"options": asdict(BenchOptions(model="no-such-model")), "row": None, "steps": None}
+    with pytest.raises(brimful.OptionError, match=r"cannot start: Using the .* requires `accelerate>=1.1.0`") as caught:
+        measure(plan)
+    assert "\n" not in str(caught.value)
+    assert caught.value.hint == "pip install 'brimful[compare]'"
 
 
 def test_memory_that_ran_out_is_a_row(tmp_path: Path, plans: Plans) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from brimful.benchmarking.folder import BenchFolder
+from brimful.benchmarking.needed import check_accelerate
 from brimful.benchmarking.process import Ended, Watch, run_plan
 from brimful.benchmarking.rows import LEARNED, check_rows, in_turns, recommended_of, rows_of
 from brimful.core.bench import RECOMMENDED, RESULTS, Bench, BenchRow, Measured, Row, Steps, Workload
@@ -51,6 +52,7 @@ class BenchRun:
     def run(self) -> Bench:
         """Measure what is not there yet. Raises: InputError for what cannot be done as asked; Interrupted by Ctrl-C."""
         check_rows(self._options)
+        check_accelerate()
         self._draws = _draws(self._callbacks)
         with self._folder.locked():
             try:
