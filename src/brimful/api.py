@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, get_args
 
-from brimful.benchmarking.folder import save_rows
+from brimful.benchmarking.folder import rows_file, save_rows
 from brimful.benchmarking.run import run_bench
 from brimful.core import atomic_files
 from brimful.core.bench import Bench
@@ -174,13 +174,12 @@ def bench(
     """
     given = Given()
     name = given.name(data, labels)
-    if given.tables:
-        folder = Path(options.get("output", BenchOptions.output))
-        atomic_files.make_folder(folder)
-        name = str(save_rows(folder, next(iter(given.tables.values()))))
+    table = next(iter(given.tables.values()), None)
+    if table is not None:
+        name = str(rows_file(Path(options.get("output", BenchOptions.output))))
     asked = _options("bench", BenchOptions, options, without=("model", "data"), model=model, data=name)
     with listening(callbacks, False if asked.quiet else progress) as listener:
-        return run_bench(asked, listener, command=command_of("bench", asked))
+        return run_bench(asked, listener, command=command_of("bench", asked), table=table)
 
 
 def classify(

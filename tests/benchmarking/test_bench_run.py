@@ -293,6 +293,33 @@ def test_folders_of_others_are_left_alone(tmp_path: Path, plans: Plans) -> None:
         read_bench(tmp_path / "c")
 
 
+@pytest.mark.parametrize(
+    ("files", "what"),
+    [
+        (("run.json", ".lock", "events.jsonl"), "holds a run of train: a bench has its own folder"),
+        (("_manifest.json", "part-00000.parquet", ".lock"), "holds results of classify"),
+        (("evaluation.json", "data.parquet"), "holds an evaluation"),
+        (("config.json",), "holds a model"),
+        ((".lock", "events.jsonl"), "has other files in it"),
+        (("results.json",), "has other files in it"),
+        (("run.json", "bench.json"), "holds a run of train"),
+    ],
+)
+def test_output_of_another_command_is_left_alone(
+    tmp_path: Path, plans: Plans, files: tuple[str, ...], what: str
+) -> None:
+    (tmp_path / "b").mkdir()
+    for name in files:
+        (tmp_path / "b" / name).write_text("{}")
+    with pytest.raises(brimful.OptionError, match=what) as caught:
+        bench(tmp_path)
+    assert caught.value.hint == "give a new folder"
+    with pytest.raises(brimful.OptionError, match=what):
+        brimful.bench("m", {"text": ["a", "b"], "label": ["x", "y"]}, output=tmp_path / "b", batch_size=2)
+    assert {(each.name, each.read_text()) for each in (tmp_path / "b").iterdir()} == {(name, "{}") for name in files}
+    assert plans.done == []
+
+
 def test_work_that_cannot_be_begun_is_an_error_with_its_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Ended(found={"error": "no such model", "is_input": True, "hint": "see there"})
     monkeypatch.setattr(bench_run, "run_plan", lambda *_, **__: wrong)

@@ -12,13 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from brimful.core import atomic_files
-from brimful.core.bench import RECOMMENDED, RESULTS, ROWS, SETUP, BenchRow, Row, Steps, Workload
+from brimful.core.bench import RECOMMENDED, ROWS, SETUP, BenchRow, Row, Steps, Workload
 from brimful.core.errors import OptionError, OutputError, printable
+from brimful.core.manifest import MANIFEST
 from brimful.core.options.bench import BenchOptions
 from brimful.core.options.checks import flag
 from brimful.core.records import from_json, json_text, to_json
 
 _DATA = "data.parquet"
+#: All that a bench may leave before it has a record of its work.
+_BEGINNING = frozenset({ROWS, _DATA, atomic_files.LOCK})
+#: Files of other commands, by which their folders are known.
+_OTHERS = {
+    "run.json": "a run of train",
+    MANIFEST: "results of classify",
+    "evaluation.json": "an evaluation",
+    "config.json": "a model",
+}
 #: Options that change no row: which rows there are, and what is printed.
 _FREE = {"output", "rows", "budget_s", "quiet", "json", "steps", "repeats", "warmup_steps"}
 #: Facts of the work that make rows comparable with those of another call.
@@ -34,19 +44,31 @@ class BenchFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Make the folder and keep others out. Raises: OutputError, OptionError for a folder of something else."""
-        if self.path.exists() and not self.path.is_dir():
-            raise OptionError(f"--output {printable(self.path)} is a file", hint="give the name of a folder")
-        known = {SETUP, ROWS, _DATA, atomic_files.LOCK, RESULTS}
-        if self.path.is_dir() and (names := {each.name for each in self.path.iterdir()}) and not names & known:
-            said = f"--output {printable(self.path)} has other files in it, and no bench"
-            raise OptionError(said, hint="give a new folder")
-        atomic_files.make_folder(self.path / ROWS)
+        self._check()
+        atomic_files.make_folder(self.path)
         lock = atomic_files.lock_folder(self.path)
         try:
+            atomic_files.make_folder(self.path / ROWS)
             atomic_files.clean_temporaries(self.path / ROWS)
             yield
         finally:
             os.close(lock)
+
+    def _check(self) -> None:
+        """Raises: OptionError for a file, and for a folder with anything but a bench in it."""
+        if not self.path.exists():
+            return
+        shown = printable(self.path)
+        if not self.path.is_dir():
+            raise OptionError(f"--output {shown} is a file", hint="give the name of a folder")
+        with atomic_files.file_errors(self.path):
+            names = {each.name for each in self.path.iterdir()}
+        other = next((what for name, what in _OTHERS.items() if name in names), None)
+        if other is not None:
+            raise OptionError(f"--output {shown} holds {other}: a bench has its own folder", hint="give a new folder")
+        strange = {name for name in names - _BEGINNING if not name.startswith(atomic_files.TEMPORARY)}
+        if strange and SETUP not in names:
+            raise OptionError(f"--output {shown} has other files in it, and no bench", hint="give a new folder")
 
     def agree(self, options: BenchOptions, workload: Workload, steps: Steps) -> tuple[Steps, Workload]:
         """Steps and rates of this bench: those of its first call, which are kept. Raises: OptionError for another work.
@@ -74,7 +96,7 @@ class BenchFolder:
                 differing.append(f"{name} was {now}, is {value}")
         if differing:
             said = f"{printable(self.path)} is a bench of other work: {'; '.join(differing)}"
-            raise OptionError(said, hint="give another --output, or remove this one")
+            raise OptionError(said, hint=_OTHER_OUTPUT)
         return kept, before
 
     @staticmethod
@@ -104,6 +126,16 @@ class BenchFolder:
         """Write a finished row."""
         atomic_files.write_bytes(self._file(found.row), to_json(found).encode())
 
+    def save_rows(self, table: Any) -> None:
+        """Write rows that are in memory where processes read them. Raises: OptionError for others than the bench's."""
+        file, before = self.path / _DATA, None
+        if (self.path / SETUP).exists() and file.is_file():
+            before = file.read_bytes()
+        if before is not None and before != _parquet(table):
+            said = f"{printable(self.path)} is a bench of other work: the rows in memory differ"
+            raise OptionError(said, hint=_OTHER_OUTPUT)
+        save_rows(self.path, table)
+
     def write(self, name: str, text: str) -> Path:
         """Write a file made of the rows; its path."""
         atomic_files.write_bytes(self.path / name, text.encode())
@@ -114,15 +146,25 @@ class BenchFolder:
         return self.path / ROWS / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.json"
 
 
+_OTHER_OUTPUT = "give another --output, or remove this one"
 _STEP_FLAGS = ("--steps", "--repeats", "--warmup-steps")
+
+
+def rows_file(folder: Path) -> Path:
+    """The file of rows that are in memory."""
+    return folder / _DATA
 
 
 def save_rows(folder: Path, table: Any) -> Path:
     """Write rows that are in memory, a table of Arrow, where the processes of a bench read them; the file."""
+    atomic_files.write_bytes(rows_file(folder), _parquet(table))
+    return rows_file(folder)
+
+
+def _parquet(table: Any) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink)
-    atomic_files.write_bytes(folder / _DATA, sink.getvalue().to_pybytes())
-    return folder / _DATA
+    return bytes(sink.getvalue().to_pybytes())

@@ -40,8 +40,9 @@ _PATIENCE = 6.0
 class BenchRun:
     """One call of a bench."""
 
-    def __init__(self, options: BenchOptions, command: str, callbacks: Callbacks) -> None:
+    def __init__(self, options: BenchOptions, command: str, callbacks: Callbacks, table: Any = None) -> None:
         self._options, self._command, self._callbacks = options, command, callbacks
+        self._table = table
         self._folder = BenchFolder(Path(options.output))
         self._deadline = time.monotonic() + options.budget_s if options.budget_s else None
         self._walls: list[float] = []
@@ -55,6 +56,8 @@ class BenchRun:
         check_accelerate()
         self._draws = _draws(self._callbacks)
         with self._folder.locked():
+            if self._table is not None:
+                self._folder.save_rows(self._table)
             try:
                 return self._run()
             except KeyboardInterrupt:
@@ -283,12 +286,13 @@ def _more_time(options: BenchOptions) -> str:
     )
 
 
-def run_bench(options: BenchOptions, callbacks: Callbacks, *, command: str) -> Bench:
+def run_bench(options: BenchOptions, callbacks: Callbacks, *, command: str, table: Any = None) -> Bench:
     """Measure the rows that `options` ask for and that the output folder lacks, and write its files.
 
-    command: to repeat it. Raises: InputError for what cannot be done as asked; Interrupted.
+    command: to repeat it. table: of Arrow, data in memory, to be saved where `options` say that they are.
+    Raises: InputError for what cannot be done as asked; Interrupted.
     """
-    return BenchRun(options, command, callbacks).run()
+    return BenchRun(options, command, callbacks, table).run()
 
 
 def recommended(found: Sequence[BenchRow], memory_limit: str | None, *, on_gpu: bool) -> Row | None:
