@@ -107,6 +107,41 @@ def test_finished_rows_are_kept_and_failed_ones_tried_again(tmp_path: Path, plan
     assert fewer.rows[-1].row.name == RECOMMENDED
 
 
+def test_a_refused_bench_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its folders nor, in one that was there, its files; rows in memory included."""
+    wrong = Ended(found={"error": "no such model", "is_input": True, "hint": "see there"})
+    monkeypatch.setattr(bench_run, "run_plan", lambda *_, **__: wrong)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "begun" / "rows").mkdir(parents=True)
+    (tmp_path / "begun" / ".lock").touch()
+    before = sorted(tmp_path.rglob("*"))
+    for output in ("new/deep/b", "empty", "begun"):
+        with pytest.raises(brimful.InputError, match="no such model"):
+            bench(tmp_path, output=str(tmp_path / output))
+        with pytest.raises(brimful.InputError, match="no such model"):
+            brimful.bench("m", {"text": ["a", "b"], "label": ["x", "y"]}, output=tmp_path / output, batch_size=2)
+        assert sorted(tmp_path.rglob("*")) == before
+    monkeypatch.setattr(bench_run, "run_plan", Plans())
+    bench(tmp_path)
+    kept = sorted((tmp_path / "b").rglob("*"))
+    with pytest.raises(brimful.OptionError, match="is a bench of other work"):
+        bench(tmp_path, seed=1)
+    assert sorted((tmp_path / "b").rglob("*")) == kept
+
+
+def test_a_bench_of_rows_in_memory_keeps_them(tmp_path: Path, plans: Plans) -> None:
+    rows = {"text": ["a", "b"], "label": ["x", "y"]}
+    asked: dict[str, Any] = {"output": tmp_path / "b", "batch_size": 2, "rows": "optim=sgd", "callbacks": Callbacks()}
+    brimful.bench("m", rows, **asked)
+    before = (tmp_path / "b" / "data.parquet").read_bytes()
+    done = len(plans.done)
+    brimful.bench("m", rows, **asked)
+    assert len(plans.done) == done
+    with pytest.raises(brimful.OptionError, match="is a bench of other work: the rows in memory differ"):
+        brimful.bench("m", {**rows, "text": ["c", "d"]}, **asked)
+    assert (tmp_path / "b" / "data.parquet").read_bytes() == before
+
+
 def test_a_row_half_written_is_measured_again(tmp_path: Path, plans: Plans) -> None:
     bench(tmp_path)
     for file in (tmp_path / "b" / "rows").iterdir():

@@ -6,14 +6,14 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from brimful.core import atomic_files
 from brimful.core.bench import RECOMMENDED, ROWS, SETUP, BenchRow, Row, Steps, Workload
-from brimful.core.errors import OptionError, OutputError, printable
+from brimful.core.errors import InputError, OptionError, OutputError, printable
 from brimful.core.manifest import MANIFEST
 from brimful.core.options.bench import BenchOptions
 from brimful.core.options.checks import flag
@@ -40,17 +40,26 @@ class BenchFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        #: Whether the folder stays where the call cannot go on: its work is wanted, and nothing of it was refused.
+        self.begun = False
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Make the folder and keep others out. Raises: OutputError, OptionError for a folder of something else."""
         self._check()
+        with atomic_files.file_errors(self.path):
+            before = {each.name for each in self.path.iterdir()} if self.path.is_dir() else set()
+            made = [each for each in (self.path, *self.path.parents) if not each.exists()]
         atomic_files.make_folder(self.path)
         lock = atomic_files.lock_folder(self.path)
         try:
             atomic_files.make_folder(self.path / ROWS)
             atomic_files.clean_temporaries(self.path / ROWS)
             yield
+        except InputError:
+            if not self.begun and not (self.path / SETUP).exists():
+                self._leave(before, made)
+            raise
         finally:
             os.close(lock)
 
@@ -69,6 +78,14 @@ class BenchFolder:
         strange = {name for name in names - _BEGINNING if not name.startswith(atomic_files.TEMPORARY)}
         if strange and SETUP not in names:
             raise OptionError(f"--output {shown} has other files in it, and no bench", hint="give a new folder")
+
+    def _leave(self, before: Set[str], made: Iterable[Path]) -> None:
+        """Remove what this call made. before: names that were there; made: folders that were not, from within."""
+        for name in _BEGINNING - before:
+            atomic_files.remove(self.path / name)
+        with suppress(OSError):  # somebody else has put something there
+            for folder in made:
+                folder.rmdir()
 
     def agree(self, options: BenchOptions, workload: Workload, steps: Steps) -> tuple[Steps, Workload]:
         """Steps and rates of this bench: those of its first call, which are kept. Raises: OptionError for another work.

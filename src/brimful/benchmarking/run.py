@@ -103,6 +103,7 @@ class BenchRun:
         ended = run_plan(self._plan(None), Watch(), limit_s=self._left_s())
         found = ended.found or {}
         if ended.timed_out and self._options.budget_s:
+            self._folder.begun = True
             said = f"--budget-s {self._options.budget_s:g} was over before the machine was measured"
             raise InputError(f"nothing could be measured: {said}", hint=_more_time(self._options))
         if "workload" not in found:
