@@ -22,6 +22,7 @@ from brimful.benchmarking import run as bench_run
 from brimful.benchmarking.folder import BenchFolder
 from brimful.benchmarking.process import Ended, Watch
 from brimful.benchmarking.worker import measure
+from brimful.cli.commands import run
 from brimful.core.bench import RECOMMENDED, Bench, read_bench
 from brimful.core.callbacks import Callbacks
 from brimful.core.options.bench import BenchOptions
@@ -295,6 +296,34 @@ def test_a_budget_that_no_row_fits_is_told_with_seconds(tmp_path: Path, monkeypa
     bench_run.run_bench(options, heard, command="brimful bench m")
     assert plans.done == ["trainer: plain"]
     assert told[-1].startswith("no row was measured: --budget-s 0.9 left 12 s to the first; raise --budget-s")
+
+
+@pytest.mark.parametrize(
+    ("end", "said", "hint"),
+    [
+        (Ended(found=None, reason="ended by SIGSEGV"), "trainer: plain: failed: ended by SIGSEGV", "mend that"),
+        (Ended(found={"error": "full", "out_of_memory": True}), "trainer: plain: out of memory: full", "--batch-size"),
+        (Ended(found=None, reason="slow", timed_out=True), "trainer: plain: left: the budget was over", "--budget-s"),
+    ],
+)
+def test_a_bench_without_a_figure_ends_with_an_error_after_its_table(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    end: Ended,
+    said: str,
+    hint: str,
+) -> None:
+    budget = 0.9 if end.timed_out else 540.0
+    monkeypatch.setattr(bench_run, "run_plan", Plans(**{"plain": end, "optim=sgd": end, "bf16": end}))
+    monkeypatch.setattr(bench_run, "_LEAST_S", 0.0)
+    words = ["bench", "m", "-o", str(tmp_path / "b"), "--rows", "optim=sgd", "--budget-s", str(budget)]
+    assert run(words) == 2
+    out, err = capsys.readouterr()
+    assert "trainer: plain" in out
+    assert f"error: no row of the bench was measured: {said}" in err
+    assert hint in err.splitlines()[-1]
+    assert {"results.json", "results.csv", "results.md"} <= {each.name for each in (tmp_path / "b").iterdir()}
 
 
 @pytest.mark.sampled

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from brimful.benchmarking.worker import failure, measure
 from brimful.benchmarking.workload import describe, make_work, useful_flops
 from brimful.core.bench import Measured, Steps
 from brimful.core.callbacks import Callbacks
-from brimful.core.errors import InputError
+from brimful.core.errors import InputError, OptionError
 from brimful.core.options.bench import BenchOptions
 from tiny_files import save_classifier, write_csv, write_reviews
 
@@ -56,6 +57,12 @@ def ours(asked: BenchOptions, **settings: Any) -> Measured:
 
 def theirs(asked: BenchOptions, listener: Callbacks | None = None, **settings: Any) -> Measured:
     return measure_trainers(make_work(asked, Callbacks()), settings, STEPS, listener or Callbacks(), lambda _: None)
+
+
+def test_a_limit_of_a_gpu_is_refused_on_a_cpu_before_any_row(folder: Path) -> None:
+    plan = {"options": asdict(options(folder, memory_limit="8GB")), "row": None, "steps": None}
+    with pytest.raises(OptionError, match="--memory-limit is 8GB: it is for GPUs, and this run is on a CPU"):
+        measure(plan)
 
 
 @pytest.mark.sampled

@@ -18,7 +18,7 @@ from brimful.benchmarking.process import Ended, Watch, run_plan
 from brimful.benchmarking.rows import LEARNED, check_rows, in_turns, recommended_of, rows_of
 from brimful.core.bench import RECOMMENDED, RESULTS, Bench, BenchRow, Measured, Row, Steps, Workload
 from brimful.core.callbacks import Callbacks
-from brimful.core.errors import InputError, Interrupted
+from brimful.core.errors import InputError, Interrupted, printable
 from brimful.core.options.bench import BenchOptions
 from brimful.core.records import from_json, json_text, to_json
 from brimful.core.units import bytes_text, parse_bytes, seconds_text
@@ -105,7 +105,7 @@ class BenchRun:
         if ended.timed_out and self._options.budget_s:
             self._folder.begun = True
             said = f"--budget-s {self._options.budget_s:g} was over before the machine was measured"
-            raise InputError(f"nothing could be measured: {said}", hint=_more_time(self._options))
+            raise InputError(f"nothing could be measured: {said}", hint=_more_time())
         if "workload" not in found:
             said = str(found.get("error") or ended.reason)
             raise InputError(f"nothing could be measured: {said}" if not found.get("is_input") else said,
@@ -210,7 +210,7 @@ class BenchRun:
         cut = next((each.wall_s for each in found if each.status == "left" and each.wall_s), None)
         if cut is not None and not any(each.measured is not None for each in found):
             said = f"no row was measured: --budget-s {self._options.budget_s:g} left {cut:.0f} s to the first"
-            self._callbacks.warning(f"{said}; {_more_time(self._options)}")
+            self._callbacks.warning(f"{said}; {_more_time()}")
             return
         if best is None:
             self._callbacks.warning("no row of brimful's was measured that changes no arithmetic: none is recommended")
@@ -278,7 +278,7 @@ def _draws(callbacks: Callbacks) -> bool:
     return True
 
 
-def _more_time(options: BenchOptions) -> str:
+def _more_time() -> str:
     """Hint for a budget that no row fits."""
     most = _START_S + _STEPS_S
     return (
@@ -294,6 +294,20 @@ def run_bench(options: BenchOptions, callbacks: Callbacks, *, command: str, tabl
     Raises: InputError for what cannot be done as asked; Interrupted.
     """
     return BenchRun(options, command, callbacks, table).run()
+
+
+def check_measured(bench: Bench) -> None:
+    """Check that a bench has figures. Raises: InputError, with the reason of the first row, where none was measured."""
+    if bench.measured():
+        return
+    first = next((each for each in bench.rows if each.status in ("failed", "out_of_memory")), bench.rows[0])
+    why = f"{first.row.key}: {first.status.replace('_', ' ')}: {printable(first.reason, 300)}"
+    hint = "mend that, and start it again: rows that failed are tried again"
+    if first.status == "left":
+        hint = _more_time()
+    elif first.status == "out_of_memory":
+        hint = "lower --batch-size, or --max-length, with another --output"
+    raise InputError(f"no row of the bench was measured: {why}", hint=hint)
 
 
 def recommended(found: Sequence[BenchRow], memory_limit: str | None, *, on_gpu: bool) -> Row | None:

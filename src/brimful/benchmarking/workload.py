@@ -22,6 +22,7 @@ from brimful.data.batches.batch import Sampler
 from brimful.data.tokens.encoder import Tokens
 from brimful.engine.prepare import Prepared, prepare
 from brimful.engine.sequence_lengths import longest_sequence
+from brimful.hardware.device_memory import check_on_gpu
 from brimful.hardware.memory import is_out_of_memory, release_unused
 from brimful.hardware.probe import choose_device, device_name, probe
 from brimful.hardware.specs import datasheet_flops_per_s
@@ -77,6 +78,7 @@ def make_work(asked: BenchOptions, callbacks: Callbacks, steps: Steps | None = N
     """
     device = choose_device(asked.device)
     options = asked.train_options(**settings)
+    check_on_gpu(device, options.memory_limit, options.allocator)
     if asked.data is None:
         rows, length = asked.shape_of(SHAPES[device.type])
         if asked.shape is None:

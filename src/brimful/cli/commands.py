@@ -262,8 +262,8 @@ def _report(options: Any) -> None:
 
 
 def _bench(options: Any) -> None:
-    """Measure rows, each in a process of its own: this one loads no torch."""
-    from brimful.benchmarking.run import run_bench
+    """Measure rows, each in a process of its own: this one loads no torch. Raises: InputError if none was measured."""
+    from brimful.benchmarking.run import check_measured, run_bench
     from brimful.core.command_line import command_of
     from brimful.core.records import to_json
     from brimful.reports.bench_text import bench_text
@@ -271,7 +271,8 @@ def _bench(options: Any) -> None:
 
     with closing(Quiet() if options.quiet else Terminal()) as terminal:
         bench = run_bench(options, terminal, command=command_of("bench", options))
-    print(to_json(bench).rstrip() if options.json else bench_text(bench))
+    print(to_json(bench).rstrip() if options.json else bench_text(bench), flush=True)
+    check_measured(bench)
 
 
 def _compare(options: Any) -> None:

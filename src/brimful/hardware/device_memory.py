@@ -30,14 +30,10 @@ def device_memory(device: torch.device, limit: str | None, allocator: AllocatorC
     Raises: OptionError for either on a CPU, and for a limit that the process has passed already; DeviceError if torch
     does not take segments as asked.
     """
-    asked = [("--memory-limit", limit)] * (limit is not None) + [("--allocator", allocator)] * (allocator != "default")
-    if not asked:
+    check_on_gpu(device, limit, allocator)
+    if limit is None and allocator == "default":
         yield
         return
-    if device.type != "cuda":
-        name, value = asked[0]
-        hint = "leave it out; `ulimit -v` or a container limits host memory" if limit else "leave it out"
-        raise OptionError(f"{name} is {value}: it is for GPUs, and this run is on a CPU", hint=hint)
     torch.cuda.init()
     fraction = torch.cuda.get_per_process_memory_fraction(device)
     try:
@@ -58,6 +54,15 @@ def device_memory(device: torch.device, limit: str | None, allocator: AllocatorC
         torch.cuda.set_per_process_memory_fraction(fraction, device)
         if allocator == "expandable":
             _set(f"expandable_segments:{'expandable_segments:True' in _environment()}")
+
+
+def check_on_gpu(device: torch.device, limit: str | None, allocator: AllocatorChoice) -> None:
+    """Check that what is asked of a GPU's memory is not asked of a CPU. Raises: OptionError."""
+    asked = [("--memory-limit", limit)] * (limit is not None) + [("--allocator", allocator)] * (allocator != "default")
+    if asked and device.type != "cuda":
+        name, value = asked[0]
+        hint = "leave it out; `ulimit -v` or a container limits host memory" if limit else "leave it out"
+        raise OptionError(f"{name} is {value}: it is for GPUs, and this run is on a CPU", hint=hint)
 
 
 def hold_limit(device: torch.device, limit_bytes: int) -> int:
