@@ -292,6 +292,19 @@ def test_benches_are_compared_row_by_row(tmp_path: Path) -> None:
     assert logged.rows[2].figures[0].reason == "CUDA out of memory"
     with pytest.raises(DataError, match="a bench is not compared with a run"):
         brimful.compare(tmp_path / "a", write_side(tmp_path / "run"))
+    (tmp_path / "run" / "run.json").unlink()  # its evaluation is there
+    run, evaluation = tmp_path / "run", "run is an evaluation"
+    for order, said, hint in (
+        (("a", run), f"a bench is not compared with an evaluation: a is a bench, {evaluation}", "benches with benches"),
+        (
+            (run, "a"),
+            f"a bench is not compared with an evaluation: {evaluation}, a is a bench",
+            "evaluations with eval",
+        ),
+    ):
+        with pytest.raises(DataError, match=said) as caught:
+            brimful.compare(*(tmp_path / each for each in order))
+        assert (caught.value.hint or "").startswith(f"compare {hint}")
     for text in ("{}", "[]", '{"rows": []}'):
         (tmp_path / "a" / "results.json").write_text(text, "utf-8")
         with pytest.raises(DataError, match="it has no rows of a bench"):

@@ -30,6 +30,8 @@ _NOT_COMPARED = frozenset(
 #: Options that are not part of what is learned and yet decide it.
 _LEARNED = frozenset({"data", "eval_data", "num_train_epochs", "max_steps", "max_length", "task"})
 
+_KINDS = {"run": "a run", "evaluation": "an evaluation", "bench": "a bench"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Side:
@@ -60,9 +62,7 @@ def run_comparison(options: CompareOptions) -> Comparison:
         check_page(Path(options.html), "--html")
     names = _short_names(options.folders)
     sides = [_read(Path(folder).expanduser(), name) for folder, name in zip(options.folders, names, strict=True)]
-    if len({side.compared.kind == "bench" for side in sides}) > 1:
-        kinds = ", ".join(f"{side.compared.name} is a {side.compared.kind}" for side in sides)
-        raise DataError(f"a bench is not compared with a run: {kinds}", hint="compare runs with runs")
+    _check_kinds([side.compared for side in sides])
     paired, notes = _paired(sides, options.seed)
     comparison = Comparison(
         compared=tuple(side.compared for side in sides),
@@ -78,6 +78,16 @@ def run_comparison(options: CompareOptions) -> Comparison:
     if options.html is not None:
         atomic_files.write_bytes(Path(options.html), comparison_page(comparison).encode())
     return comparison
+
+
+def _check_kinds(compared: Sequence[Compared]) -> None:
+    """Raises: DataError for benches beside anything else."""
+    others = [each.kind for each in compared if each.kind != "bench"]
+    if others and len(others) < len(compared):
+        kinds = ", ".join(f"{each.name} is {_KINDS[each.kind]}" for each in compared)
+        many = "benches" if compared[0].kind == "bench" else f"{compared[0].kind}s"
+        said = f"a bench is not compared with {_KINDS[others[0]]}: {kinds}"
+        raise DataError(said, hint=f"compare {many} with {many}")
 
 
 def _seed(options: CompareOptions) -> list[str]:
