@@ -275,6 +275,8 @@ def test_benches_are_compared_row_by_row(tmp_path: Path) -> None:
     assert plain.figures[0] is not None
     assert (plain.figures[0].low, plain.figures[0].high, plain.figures[0].peak_bytes) == (19.0, 22.0, 2 << 30)
     text = comparison_text(found)
+    said = "the benches measured other work (--model, batch size): ratios between them say little of how it ran"
+    assert text.splitlines()[0] == f"warning: {said}"
     assert "20 (19 to 22)" in text
     assert (brimful.compare(tmp_path / "a", tmp_path / "b", seed=7).command or "").endswith(" --seed 7")
     assert text.count("x 1.50") == 1
@@ -285,6 +287,9 @@ def test_benches_are_compared_row_by_row(tmp_path: Path) -> None:
     page = Page(comparison_page(found))
     page.check()
     assert "2 benches side by side" in page.text
+    assert f"T{said[1:]}." in page.text
+    for same in (("a", "a"), ("a", "c")):  # what a log is of is not known
+        assert brimful.compare(*(tmp_path / each for each in same)).warnings == ()
     logged = brimful.compare(tmp_path / "c", tmp_path / "c")
     assert [row.name for row in logged.rows] == ["tweets · hf", "tweets · brimful", "bart · hf"]
     assert [each.name for each in logged.compared] == ["c", "c (2)"]

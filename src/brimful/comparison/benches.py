@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from brimful.core.bench import is_disturbed
-from brimful.core.comparison import RowFigures
+from brimful.core.comparison import Difference, RowFigures
 from brimful.core.errors import DataError, first_line, printable
 from brimful.core.options.checks import flag
 
 RESULTS = "results.json"
 #: Options of `brimful bench` that change none of its rows.
 _NOT_OF_THE_WORK = frozenset({"output", "rows", "budget_s", "quiet", "json"})
+#: Settings and facts of a bench that its rows' speed is of, by their names among the differences.
+_WORK = (
+    *("--model", "--shape", "--batch-size", "--max-length", "task", "labels", "rows", "batch size", "median tokens"),
+    *("longest tokens", "data fingerprint", "parameters"),
+)
 #: Fields that say what a row of `benchmarks/` is of, in the order in which they make its name.
 _NAMED_BY = ("work", "model", "shape", "row", "setting", "side")
 
@@ -50,6 +55,15 @@ def read_results(file: Path) -> Results:
         told = {"device": work.get("device"), "recommended": found.get("recommended")}
         return Results(rows=_apart(named), settings=_work(found), **told)
     return Results(rows=_apart(named), settings=_host(rows[0]), device=rows[0].get("gpu"))
+
+
+def other_work(differences: Iterable[Difference]) -> str | None:
+    """Sentence that benches measured other work, by the differences of their settings; None where they did not."""
+    known = {each.name for each in differences if len(set(each.values) - {None}) > 1 and each.name in _WORK}
+    names = [name for name in _WORK if name in known and flag(name.replace(" ", "_")) not in known - {name}]
+    if not names:
+        return None
+    return f"the benches measured other work ({', '.join(names)}): ratios between them say little of how it ran"
 
 
 def _work(bench: Mapping[str, Any]) -> dict[tuple[str, str], str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from brimful.comparison.answers import Answers, in_common, read_answers
-from brimful.comparison.benches import RESULTS, read_results
+from brimful.comparison.benches import RESULTS, other_work, read_results
 from brimful.comparison.paired import RESAMPLES, compare_answers
 from brimful.core import atomic_files
 from brimful.core.comparison import Compared, ComparedRow, Comparison, Difference, Paired, RowFigures
@@ -64,12 +64,15 @@ def run_comparison(options: CompareOptions) -> Comparison:
     sides = [_read(Path(folder).expanduser(), name) for folder, name in zip(options.folders, names, strict=True)]
     _check_kinds([side.compared for side in sides])
     paired, notes = _paired(sides, options.seed)
+    differences = _differences(sides)
+    warning = other_work(differences) if sides[0].compared.kind == "bench" else None
     comparison = Comparison(
         compared=tuple(side.compared for side in sides),
         main_metric=MAIN_METRIC[sides[0].task] if sides[0].task is not None else None,
-        differences=_differences(sides),
+        differences=differences,
         paired=paired,
         rows=_rows(sides),
+        warnings=() if warning is None else (warning,),
         notes=(*notes, *_disturbed(sides)),
         resamples=RESAMPLES if paired else 0,
         seed=options.seed,

@@ -112,7 +112,8 @@ class ComparedRow:
 class Comparison:
     """Two or more folders side by side; ratios and differences are against the first.
 
-    main_metric: of the task, None of benches. notes: what could not be compared, and why.
+    main_metric: of the task, None of benches. warnings: why ratios are not what they seem. notes: what could not be
+    compared, and why.
     """
 
     compared: tuple[Compared, ...]
@@ -120,6 +121,7 @@ class Comparison:
     differences: tuple[Difference, ...] = ()
     paired: tuple[Paired, ...] = ()
     rows: tuple[ComparedRow, ...] = ()
+    warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     resamples: int = 0
     seed: int = 0

@@ -45,7 +45,7 @@ def comparison_page(record: Comparison) -> str:
         "comparison.html.j2",
         record,
         title=f"{', '.join(names)} and {last}",
-        notes=[f"{note[:1].upper()}{note[1:]}." for note in record.notes],
+        notes=[f"{note[:1].upper()}{note[1:]}." for note in (*record.warnings, *record.notes)],
         columns=columns,
         kinds={"run": "runs", "evaluation": "evaluations", "bench": "benches"}[record.compared[0].kind],
         overview=[*overview_rows(record), ("folder", *(each.folder for each in record.compared))],

@@ -29,7 +29,8 @@ UNKNOWN = "–"
 def comparison_text(record: Comparison) -> str:
     """The whole comparison, without a line break at its end."""
     heading = ["", *(fitted(each.name, _VALUE) for each in record.compared)]
-    parts = [_block("Compared", heading, overview_rows(record)), _block("Metrics", heading, metric_rows(record))]
+    parts = [[f"warning: {printable(each, 500)}" for each in record.warnings]]
+    parts += [_block("Compared", heading, overview_rows(record)), _block("Metrics", heading, metric_rows(record))]
     parts += [_paired(record, each) for each in record.paired]
     parts.append(_block("Speed and memory", heading, cost_rows(record)))
     parts.append(_block("Samples per second", heading, bench_rows(record)))
