@@ -8,7 +8,15 @@ import pytest
 
 import brimful
 from benches import figures, recipe
-from brimful.benchmarking.rows import PLAIN, check_rows, in_turns, recommended_of, rows_of, trainers_settings
+from brimful.benchmarking.rows import (
+    PLAIN,
+    check_rows,
+    in_turns,
+    recommended_of,
+    rows_of,
+    same_rows,
+    trainers_settings,
+)
 from brimful.benchmarking.run import recommended
 from brimful.core.bench import BenchRow, Measured, Row, frontier
 from brimful.core.options.bench import BenchOptions
@@ -102,6 +110,19 @@ def test_rows_that_the_user_names() -> None:
     split = rows_of(asked("per_device_batch_size=2", batch_size=4), longest=64, on_gpu=False)
     assert split[-2].settings == {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     assert split[-1].settings == {"precision": "fp32", "per_device_batch_size": 2, "gradient_accumulation_steps": 2}
+
+
+def test_rows_of_the_same_settings_are_one() -> None:
+    given: Any = {"longest": 128, "on_gpu": False}
+    assert [row.key for row in rows_of(asked("precision=fp32"), **given)] == ["trainer: plain", "brimful: plain"]
+    assert same_rows(asked("levers,default,optim=sgd"), **given) == {
+        "brimful: fp32": "brimful: plain",
+        "brimful: fp32, accumulation": "brimful: accumulation",
+        "brimful: fp32, checkpointing": "brimful: checkpointing",
+    }
+    rows = rows_of(asked("default,optim=sgd"), **given)
+    assert rows[-1].base == "brimful: fp32"  # where its plain row is that one
+    assert not same_rows(asked("guide,lean"), **given)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, get_args, get_type_hints
 
@@ -56,10 +58,32 @@ _HALF = Row(side="trainer", name="bf16", settings={"bf16": True}, base=PLAIN.key
 
 
 def rows_of(options: BenchOptions, *, longest: int, on_gpu: bool) -> list[Row]:
-    """Rows that `--rows` asks for, without the recommended one, each once; Trainer's plain row first.
+    """Rows that `--rows` asks for, without the recommended one, each once; Trainer's plain row first. Of rows with the
+    same settings the first stands for all.
 
     longest: tokens of the longest sequence. Raises: OptionError.
     """
+    found = _named(options, longest=longest, on_gpu=on_gpu)
+    same = _same(found)
+    return [replace(row, base=row.base and same.get(row.base, row.base)) for row in found if row.key not in same]
+
+
+def same_rows(options: BenchOptions, *, longest: int, on_gpu: bool) -> dict[str, str]:
+    """Keys of rows that are asked for and have the settings of another one, with the key of that."""
+    return _same(_named(options, longest=longest, on_gpu=on_gpu))
+
+
+def _same(rows: Sequence[Row]) -> dict[str, str]:
+    first, found = dict[str, str](), dict[str, str]()
+    for row in rows:
+        settings = json.dumps([row.side, dict(row.settings)], sort_keys=True)
+        if first.setdefault(settings, row.key) != row.key:
+            found[row.key] = first[settings]
+    return found
+
+
+def _named(options: BenchOptions, *, longest: int, on_gpu: bool) -> list[Row]:
+    """Rows by their names, each name once."""
     found, precision = [PLAIN], "bf16" if on_gpu else "fp32"
     for word in options.rows.split(","):
         name = word.strip()

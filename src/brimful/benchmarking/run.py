@@ -15,7 +15,7 @@ from typing import Any
 from brimful.benchmarking.folder import BenchFolder
 from brimful.benchmarking.needed import check_accelerate
 from brimful.benchmarking.process import Ended, Watch, run_plan
-from brimful.benchmarking.rows import LEARNED, check_rows, in_turns, recommended_of, rows_of
+from brimful.benchmarking.rows import LEARNED, check_rows, in_turns, recommended_of, rows_of, same_rows
 from brimful.core.bench import RECOMMENDED, RESULTS, Bench, BenchRow, Measured, Row, Steps, Workload
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import InputError, Interrupted, printable
@@ -75,6 +75,8 @@ class BenchRun:
         self._steps_now, self._work = self._folder.agree(self._options, workload, steps)
         self._has_work = True
         self._callbacks.note(_work_text(self._work, self._steps_now))
+        for other, key in same_rows(self._options, longest=workload.longest_tokens, on_gpu=workload.on_gpu).items():
+            self._callbacks.note(f"{other}: the same settings as {key}, measured once, under that name")
         self._places = {row.key: place for place, row in enumerate(rows)}
         for number, row in enumerate(in_turns(rows)):
             self._found.append(self._row(row, f"row {number + 1} of {len(rows) + 1}", len(rows) - number))
