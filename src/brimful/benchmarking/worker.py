@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from brimful.benchmarking.needed import check_trainer
 from brimful.core import atomic_files
 from brimful.core.bench import Row, Steps
 from brimful.core.callbacks import Callbacks
@@ -36,13 +37,13 @@ class _Notes(Callbacks):
 
 def measure(plan: dict[str, Any]) -> dict[str, Any]:
     """Do what a plan says. Raises: whatever the work raises."""
-    from brimful.benchmarking.needed import check_trainer
+    if plan["row"] is None:
+        check_trainer()  # before imports of ours that a broken package ends, too
     from brimful.benchmarking.our_side import measure_ours
     from brimful.benchmarking.workload import describe, make_work
 
     options, notes = BenchOptions(**plan["options"]), _Notes()
     if plan["row"] is None:
-        check_trainer()
         workload = describe(make_work(options, notes))
         return {"workload": dataclasses.asdict(workload), "notes": notes.lines}
     row, steps = Row(**plan["row"]), Steps(**plan["steps"])
