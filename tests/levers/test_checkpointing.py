@@ -61,7 +61,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
         ("bert", "auto", "700KB"),
         ("bert", "off", "700KB"),
         ("modernbert", "auto", "700KB"),
-        ("deberta-v2", "auto", "1500KB"),
+        ("deberta-v2", "auto", "900KB"),
         ("llama", "off", "700KB"),
     ],
 )
