@@ -15,7 +15,7 @@ QUICK := test_words.py core data/batches data/labels data/readers/test_stream.py
 
 # Tests of what runs with packages that `make test` does without.
 EXTRAS := levers/test_named_optimizers.py step/updates/test_on_device.py engine/training/test_deepspeed_training.py \
-	cli/test_ray_launch.py
+	cli/test_ray_launch.py integrations/trackers/test_packages.py
 
 .PHONY: demo test thorough quick mutants heads check extras faults scripts clean
 
@@ -31,7 +31,7 @@ EXTRAS := levers/test_named_optimizers.py step/updates/test_on_device.py engine/
 	@test -n "$(PYTHON)" || { echo "brimful needs Python 3.11 or newer; hint: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 2; }
 	$(PYTHON) -m venv .venv/extras
 	.venv/extras/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	DS_BUILD_OPS=0 .venv/extras/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,optimizers,deepspeed,ray]'
+	DS_BUILD_OPS=0 .venv/extras/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,optimizers,deepspeed,ray,tensorboard,wandb,mlflow,trackio]'
 	@touch $@
 
 demo: .venv/installed
@@ -64,7 +64,7 @@ check: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Optimizers of bitsandbytes and torchao, DeepSpeed and Ray: after a change to one of them.
+# Optimizers of bitsandbytes and torchao, DeepSpeed, Ray and trackers: after a change to one of them.
 extras: .venv/extras/installed
 	.venv/extras/bin/python -m pytest $(addprefix tests/,$(EXTRAS))
 
