@@ -17,7 +17,10 @@ QUICK := test_words.py core data/batches data/labels data/readers/test_stream.py
 EXTRAS := levers/test_named_optimizers.py step/updates/test_on_device.py engine/training/test_deepspeed_training.py \
 	cli/test_ray_launch.py integrations/trackers/test_packages.py
 
-.PHONY: demo test thorough quick mutants heads check extras faults scripts clean
+.PHONY: demo test thorough quick mutants heads check extras faults scripts browser clean
+
+# The browser of `make browser`: a name on PATH, or a path.
+CHROMIUM ?= $(shell for c in chromium chromium-browser google-chrome; do command -v $$c && break; done)
 
 .venv/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "brimful needs Python 3.11 or newer; hint: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -74,6 +77,11 @@ faults: .venv/installed
 # Benchmark scripts as whole processes, small: after a change to one of them.
 scripts: .venv/installed
 	$(BIN)/python -m pytest -m scripts tests/benchmarks
+
+# Pages in Chromium, on a phone, a desk and paper: before a change of a page is committed.
+browser: .venv/installed
+	@command -v "$(CHROMIUM)" >/dev/null || { echo "make browser needs Chromium, and $(if $(CHROMIUM),there is no $(CHROMIUM),none is on PATH); hint: apt install chromium, or make browser CHROMIUM=/path/to/chrome" >&2; exit 2; }
+	CHROMIUM="$(CHROMIUM)" $(BIN)/python -m pytest -m browser tests/reports/test_in_a_browser.py
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache demo-run*

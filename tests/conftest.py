@@ -90,7 +90,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = set[str]()
     for item in reversed(items):
         test = item.nodeid.partition("[")[0]
-        if any(map(item.get_closest_marker, ("gpu", "faults", "scripts"))):
+        if any(map(item.get_closest_marker, ("gpu", "faults", "scripts", "browser"))):
             continue
         if item.get_closest_marker("thorough") or (item.get_closest_marker("sampled") and seen[test] % _ONE_OF):
             left_out.add(item.nodeid)

@@ -1,8 +1,9 @@
-"""Pages in headless Chromium, where there is one: nothing is wider than a phone, and nothing is said on the console."""
+"""Pages in headless Chromium (make browser): nothing is wider than a phone, and nothing is said on the console."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -24,7 +25,9 @@ from brimful.reports.run_record import RunReport, read_record
 from classifications import RECORD
 from reports.test_run_page import record, write_run
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.browser
+#: Names that the browser has on PATH, where the variable CHROMIUM does not name it.
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
 WIDTHS = (360, 1100)
 #: A page around pages, each in a frame of one width, that says how wide their contents are.
 FRAMES = """<!doctype html>{frames}<script>addEventListener("load", () => {{
@@ -37,7 +40,6 @@ Math.max(0, ...rows.map(row => row.offsetHeight))];
 }}));}});</script>"""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 def test_pages_fit_a_phone_and_a_desk(tmp_path: Path) -> None:
     run, evaluation = with_texts(5)
     mistakes = tuple(replace(each, label="L" * 120) for each in evaluation.mistakes)
@@ -66,7 +68,6 @@ def test_pages_fit_a_phone_and_a_desk(tmp_path: Path) -> None:
     assert not console(done)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 @pytest.mark.parametrize(("number", "most"), [(5, 6), (1000, 9)])
 def test_pages_print_without_gaps(number: int, most: int, tmp_path: Path) -> None:
     run, evaluation = with_texts(number)
@@ -88,8 +89,10 @@ def with_texts(number: int) -> tuple[Run, Evaluation]:
 
 
 def browse(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    found = os.environ.get("CHROMIUM") or next(filter(shutil.which, _NAMES), None)
+    assert found is not None, "there is no Chromium on PATH: apt install chromium, or CHROMIUM=/path/to/chrome"
     command = [
-        str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        found, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
         "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
         "--hide-scrollbars", "--allow-file-access-from-files", f"--user-data-dir={folder / 'profile'}", *words,
     ]  # fmt: skip
