@@ -59,6 +59,7 @@ def bench_page(bench: Bench) -> str:
     return render(
         "bench.html.j2",
         bench,
+        whole="results.json, in the folder of the bench",
         source=printable(PurePath(bench.model).name or bench.model, 48),
         headline=_headline(bench),
         notices=[f"{recommended}."] if recommended else [],

@@ -36,11 +36,12 @@ from brimful.reports.classification_text import (
 )
 from brimful.reports.memory_text import memory_text
 from brimful.reports.page import render
+from brimful.reports.page_bounds import fitting_rows, short_name
 
 #: Labels that have a bar of their own.
 _MOST_LABELS = 30
-#: Labels whose numbers are listed; the record in the page has them all.
-_MOST_ROWS = 1000
+#: Labels whose numbers are listed, and bytes of that table; the manifest has them all.
+_MOST_ROWS, _MOST_TABLE = 1000, 250_000
 #: Classes of lengths up to which each edge is labelled; above, powers of two.
 _MOST_EDGES = 9
 
@@ -68,6 +69,7 @@ def classification_page(record: Classification) -> str:
     return render(
         "classification.html.j2",
         record,
+        whole="the manifest beside the results",
         source="standard input" if record.data == "-" else printable(PurePath(record.data).name or record.data, 48),
         headline=headline(record),
         warnings=[_capital(said) + "." for said in concerns(record)],
@@ -109,17 +111,21 @@ def _label_chart(record: Classification) -> Chart | None:
     if not listed:
         return None
     bars = [Bar(name, count, part_text(count, whole), strong=True) for name, count in listed]
-    alt = f"Bar chart: how often each label was given; most often {listed[0][0]}, {part_text(listed[0][1], whole)}"
+    most = f"{short_name(listed[0][0])}, {part_text(listed[0][1], whole)}"
+    alt = f"Bar chart: how often each label was given; most often {most}"
     several = "; a text can have several" if record.labels.task == "multi_label" else ""
     said = [f"How often each label was given, and in how many of all {whole:,} rows{several}."]
     said += [f"{rest_text(rest)}."] if rest else []
+    ranked = listed + rest
+    rows = fitting_rows([_row(name or "(empty)", n, whole) for name, n in ranked[:_MOST_ROWS]], _MOST_TABLE)
+    said += [f"Numbers are of {len(rows):,}; those of all are in the manifest."] if len(rows) < len(ranked) else []
     said += [absent] if (absent := absent_text(record)) is not None else []
     return Chart(
         drawing=bar_chart("labels", bars, alt=alt),
         caption=" ".join(said),
         title="Labels",
         columns=("Label", "Rows", "Share"),
-        rows=[_row(name or "(empty)", count, whole) for name, count in (listed + rest)[:_MOST_ROWS]],
+        rows=rows,
     )
 
 

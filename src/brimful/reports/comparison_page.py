@@ -44,6 +44,7 @@ def comparison_page(record: Comparison) -> str:
     return render(
         "comparison.html.j2",
         record,
+        whole="what compare --json prints",
         title=f"{', '.join(names)} and {last}",
         notes=[f"{note[:1].upper()}{note[1:]}." for note in (*record.warnings, *record.notes)],
         columns=columns,

@@ -25,9 +25,12 @@ from brimful.reports.evaluation_text import (
     most_confused,
 )
 from brimful.reports.page import render
+from brimful.reports.page_bounds import fitting_rows, short_name
 
 #: Labels with a bar of their own, labels of a whole confusion matrix, and pairs and labels that are listed.
 _MOST_BARS, _MOST_IN_MATRIX, _MOST_PAIRS, _MOST_ROWS = 30, 12, 30, 1000
+#: Bytes of the table by label.
+_MOST_TABLE = 350_000
 #: Mistakes and labels with the lowest F1 that are listed.
 _MOST_MISTAKES, _MOST_WORST = 15, 20
 #: Metrics shown large, of each task.
@@ -47,6 +50,7 @@ def evaluation_page(record: Evaluation) -> str:
     return render(
         "evaluation.html.j2",
         record,
+        whole="evaluation.json, or what evaluate --json prints",
         source=printable(PurePath(record.data).name or record.data, 48),
         headline=headline(record),
         warnings=[f"{said[:1].upper()}{said[1:]}." for said in record.findings],
@@ -61,6 +65,7 @@ def evaluation_page(record: Evaluation) -> str:
 def evaluation_values(record: Evaluation) -> dict[str, Any]:
     """Values of the template of an evaluation's parts, on its own page and on that of a run."""
     heading, rows = label_rows(record)
+    listed = fitting_rows(rows[:_MOST_ROWS], _MOST_TABLE)
     resampled, intervals = record.intervals.resamples, record.intervals
     columns = ("Metric", "Value", f"{share_text(intervals.level).replace('.0', '')} interval")
     return {
@@ -70,12 +75,15 @@ def evaluation_values(record: Evaluation) -> dict[str, Any]:
         "method": f"{intervals.method}; {resampled:,} resamples, seed {intervals.seed}" if resampled else None,
         "baseline_notes": [f"{baseline_title(b)}: {b.note}" for b in record.baselines if b.note is not None],
         "label_columns": tuple(name[:1].upper() + name[1:] for name in heading),
-        "label_rows": rows[:_MOST_ROWS],
-        "labels_shown": _shown(len(rows)),
+        "label_rows": listed,
+        "labels_shown": _shown(len(listed), len(rows)),
         "worst_rows": _worst(record, rows),
         "bars": _bars(record),
         "matrix": _matrix(record),
-        "pairs": [(pair.truth, pair.label, f"{pair.count:,}") for pair in most_confused(record, _MOST_PAIRS)],
+        "pairs": [
+            (short_name(pair.truth), short_name(pair.label), f"{pair.count:,}")
+            for pair in most_confused(record, _MOST_PAIRS)
+        ],
         "reliability": _reliability(record),
         "mistake_columns": _mistake_columns(record),
         "mislabelled": [_mistake_row(record, each) for each in record.mistakes if each.mislabelled][:_MOST_MISTAKES],
@@ -83,11 +91,11 @@ def evaluation_values(record: Evaluation) -> dict[str, Any]:
     }
 
 
-def _shown(number: int) -> str:
+def _shown(listed: int, number: int) -> str:
     """Heading of the table of many labels."""
-    if number <= _MOST_ROWS:
+    if listed == number:
         return f"All {number:,} labels"
-    return f"The {_MOST_ROWS:,} most frequent of {number:,} labels"
+    return f"The {listed:,} most frequent of {number:,} labels; evaluation.json has all"
 
 
 def _mistake_columns(record: Evaluation) -> tuple[str, ...]:
@@ -99,7 +107,7 @@ def _mistake_row(record: Evaluation, mistake: Mistake) -> tuple[str, ...]:
     row = f"{mistake.row:,}" if mistake.file is None else f"{mistake.file}, {mistake.row:,}"
     scores = (share_text(score) for score in (mistake.score, mistake.truth_score))
     sure = () if record.labels.task == "regression" else tuple(scores)
-    return (row, mistake.truth, mistake.label, *sure, " ".join((mistake.text or "").split()))
+    return (row, short_name(mistake.truth), short_name(mistake.label), *sure, " ".join((mistake.text or "").split()))
 
 
 def _worst(record: Evaluation, rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -138,7 +146,7 @@ def _bars(record: Evaluation) -> Chart | None:
     ][:_MOST_BARS]
     if not bars:
         return None
-    alt = "Bar chart: F1 of each label. " + "; ".join(f"{bar.name} {bar.said}" for bar in bars[:10])
+    alt = "Bar chart: F1 of each label. " + "; ".join(f"{short_name(bar.name)} {bar.said}" for bar in bars[:10])
     more = f" The {_MOST_BARS} most frequent labels." if len(known) > _MOST_BARS else ""
     return Chart(
         drawing=bar_chart("labels", bars, alt=alt, whole=1.0), caption=f"F1 of each label, with its interval.{more}"
@@ -155,9 +163,11 @@ def _matrix(record: Evaluation) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
     names = [each.name for each in record.by_label]
     if not record.confusion or len(names) > _MOST_IN_MATRIX:
         return None
+    shown = [short_name(name) for name in names]
     counts = {(each.truth, each.label): each.count for each in record.confusion}
-    rows = [(truth, *(f"{counts.get((truth, label), 0) or '·'}" for label in names)) for truth in names]
-    return ("True \N{RIGHTWARDS ARROW} given", *names), rows
+    numbers = ([f"{counts.get((truth, label), 0) or '·'}" for label in names] for truth in names)
+    rows = [(truth, *cells) for truth, cells in zip(shown, numbers, strict=True)]
+    return ("True \N{RIGHTWARDS ARROW} given", *shown), rows
 
 
 def _reliability(record: Evaluation) -> Chart | None:

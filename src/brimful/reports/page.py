@@ -6,7 +6,6 @@ dark. Every value is escaped and control characters are made visible; only `Mark
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from markupsafe import Markup, escape
 from brimful.core.errors import printable
 from brimful.core.records import json_text
 from brimful.core.units import bytes_text, count_text, seconds_text, share_text
+from brimful.reports.page_bounds import fitting_record
 
 #: Characters of a value, of a sentence and of a command that a page shows.
 _VALUE, _SENTENCE, _COMMAND = 1000, 2000, 100_000
@@ -26,13 +26,19 @@ _CODE = re.compile(r"`([^`]+)`|(?<![\w-])(--[a-z][a-z-]*[a-z])")
 _NAME = re.compile(r"&#39;((?:(?!&#39;)[^<])*[\u0590-\u08ff](?:(?!&#39;)[^<])*)&#39;")
 
 
-def render(template: str, record: Any, **values: Any) -> str:
+def render(template: str, record: Any, *, whole: str = "the record that it was made from", **values: Any) -> str:
     """Render a page.
 
     record: a dataclass of JSON's kinds, given to the template as `record` and embedded in the element `record`.
+    whole: where all of the record is, said where the page has a part of it.
     Raises: ValueError for a record with a number that JSON does not have.
     """
-    return environment().get_template(template).render(record=record, embedded_record=_embedded(record), **values)
+    embedded, is_whole = fitting_record(record)
+    text = _in_script(json_text(embedded))
+    shortened = None if is_whole else whole
+    return (
+        environment().get_template(template).render(record=record, embedded_record=text, shortened=shortened, **values)
+    )
 
 
 def environment() -> Environment:
@@ -71,7 +77,6 @@ def _prose(text: str) -> Markup:
     return Markup(_NAME.sub(r"&#39;<bdi>\1</bdi>&#39;", coded))
 
 
-def _embedded(record: Any) -> Markup:
-    """The record as JSON that cannot end its element: `<`, `>` and `&` occur in strings only, and are escaped there."""
-    text = json_text(dataclasses.asdict(record))
+def _in_script(text: str) -> Markup:
+    """JSON that cannot end its element: `<`, `>` and `&` occur in strings only, and are escaped there."""
     return Markup(functools.reduce(lambda done, c: done.replace(c, f"\\u{ord(c):04x}"), "<>&", text))

@@ -25,11 +25,14 @@ from brimful.reports.classification_page import Chart
 from brimful.reports.evaluation_page import evaluation_tiles, evaluation_values
 from brimful.reports.memory_text import memory_names
 from brimful.reports.page import environment, render
+from brimful.reports.page_bounds import fitting_rows, short_name
 from brimful.reports.processes_text import COLUMNS, nearest_limit, processes_rows
 from brimful.reports.run_record import RunReport
 
 #: Rows of numbers under a curve, and labels with a bar of their own.
 _MOST_NUMBERS, _MOST_BARS = 60, 30
+#: Labels whose numbers are listed, and bytes of that table.
+_MOST_LABELS, _MOST_TABLE = 1000, 250_000
 #: Pairs of labels in the record that the page embeds.
 _MOST_CONFUSED = 500
 #: Events that a run should not have, in words: one of them, and several.
@@ -63,6 +66,7 @@ def run_page(report: RunReport) -> str:
     return render(
         "run.html.j2",
         _embedded(report),
+        whole="run.json and evaluation.json, in the folder of the run",
         source=printable(PurePath(data).name or data, 48),
         headline=_headline(report),
         warnings=[f"{said[:1].upper()}{said[1:]}." for said in run.findings],
@@ -315,13 +319,16 @@ def _label_counts(report: RunReport) -> Chart | None:
     if not bars:
         return None
     more = f" The {_MOST_BARS} most frequent of {len(ordered):,}." if len(ordered) > _MOST_BARS else ""
-    alt = "Bar chart: training rows by label. " + "; ".join(f"{bar.name} {bar.said}" for bar in bars[:10])
+    alt = "Bar chart: training rows by label. " + "; ".join(f"{short_name(bar.name)} {bar.said}" for bar in bars[:10])
+    rows = [(name, f"{count:,}", f"{held_out.get(name, 0):,}") for name, count in ordered[:_MOST_LABELS]]
+    if len(listed := fitting_rows(rows, _MOST_TABLE)) < len(ordered):
+        more += f" Numbers are of {len(listed):,}; those of all are in run.json."
     return Chart(
         drawing=bar_chart("data", bars, alt=alt),
         caption=f"Training rows by label.{more}",
         title="Rows by label",
         columns=("Label", "To train on", "To evaluate on"),
-        rows=[(name, f"{count:,}", f"{held_out.get(name, 0):,}") for name, count in ordered[:1000]],
+        rows=listed,
     )
 
 
