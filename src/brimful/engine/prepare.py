@@ -38,7 +38,7 @@ from brimful.data.labels.examples import (
     describe,
 )
 from brimful.data.readers.in_memory import Tables
-from brimful.data.tokens.augment import load_transform, try_transform
+from brimful.data.tokens.augment import Transform, load_transform, try_transform
 from brimful.data.tokens.encoder import OTHER_TOKENIZER, Encoder, Tokens, tokenize
 from brimful.engine.learning import choose_learning, learning_of, steps_text
 from brimful.engine.read_examples import ReadExamples, read_examples
@@ -134,9 +134,7 @@ def prepare(
     if check is not None:
         check(space=alignment.space, fingerprint=read.fingerprint, max_length=max_length, sha256=sha256)
     if transform is not None:
-        first = read.training.filter(np.arange(len(read.training)) < _TRIED_ROWS)
-        pairs = None if first.pairs is None else first.pairs.to_pylist()
-        try_transform(transform, encoder, options.seed, first.texts.to_pylist(), pairs, first.place)
+        _try_transform(transform, encoder, options.seed, read.training)
     callbacks.note(f"head: {'new and untrained' if alignment.head == 'new' else 'kept'} ({alignment.reason})")
     order = Sampler(num_samples=len(read.training), batch_size=options.batch_size, seed=options.seed)
     length = _run_length(options, facts, alignment, order, before, callbacks)
@@ -170,6 +168,13 @@ def prepare(
     report["inputs"] = dataclasses.asdict(prepared.inputs) | {"label_columns": list(prepared.inputs.label_columns)}
     callbacks.data(report)
     return prepared
+
+
+def _try_transform(transform: Transform, encoder: Encoder, seed: int, examples: Examples) -> None:
+    """Call a transform for the first rows. Raises: DataError for the first one that it fails for."""
+    first = examples.filter(np.arange(len(examples)) < _TRIED_ROWS)
+    pairs = None if first.pairs is None else first.pairs.to_pylist()
+    try_transform(transform, encoder, seed, first.texts.to_pylist(), pairs, first.place)
 
 
 def _task(

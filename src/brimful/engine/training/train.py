@@ -189,11 +189,16 @@ def _train_on(
                 baselines=baselines,
                 record=run,
             )
-            try:
-                return TrainingLoop(context).run()
-            except InputError:  # of the user's function, say: mended, it makes another run, which --resume refuses
-                folder.leave_free()
-                raise
+            return _learn(context)
+
+
+def _learn(context: RunContext) -> Run:
+    """Train. What the user must mend, as a function for texts, makes another run: nothing saved, the folder is free."""
+    try:
+        return TrainingLoop(context).run()
+    except InputError:
+        context.folder.leave_free()
+        raise
 
 
 def _built(

@@ -3,8 +3,8 @@
     weights      each process puts its part of a group of layers into memory that all reach, and fetches the others'
     gradients    each puts what the others sum into their memory, and sums its own part in fp32
 
-Copy engines make them, and leave multiprocessors to the model. Gradients in half precision are sent as they are: half
-the bytes of fp32, and their sums, which one kernel reads and writes once, are those of fp32.
+Copy engines make them, and leave multiprocessors to the model. Gradients in half precision are sent as they are, half
+the bytes of fp32; one kernel sums them in fp32.
 
 Both are what `FSDPModule.set_custom_all_gather` and `set_custom_reduce_scatter` of torch 2.11 to 2.13 ask for. torch
 calls them in the order of the pass, the same in all processes, each kind on a stream of its own.
