@@ -34,6 +34,7 @@ ROWS = (
     Row(side="training", name="streamed", settings=_STREAMED),
     Row(side="training", name="streamed, in backward", settings=_STREAMED | _FREED),
     Row(side="training", name="streamed, in backward, 8 rows within 5 GB", settings=_STREAMED | _FREED | _LIMITED),
+    Row(side="training", name="streamed, 8 rows within 5 GB", settings=_STREAMED | _LIMITED),
 )
 #: Bytes in and out over the link for each weight of a layer: weights in fp32 twice in and once out, gradients out and
 #: in, states in and out; within the backward pass no gradients. In classification bf16.
