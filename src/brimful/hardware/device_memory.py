@@ -16,9 +16,9 @@ from brimful.core.options.choices import AllocatorChoice
 from brimful.core.units import bytes_text, parse_bytes
 from brimful.hardware.memory import process_bytes
 
-#: Left free below a limit for kernels and graphs that the driver loads between two readings: at most so many bytes,
-#: and at most this part of the limit.
-_MARGIN_BYTES, _MARGIN_PART = 256 << 20, 32
+#: Left free below a limit for kernels and graphs that the driver loads between two readings, 40 MB of them in a run of
+#: a tiny model: this part of the limit, and at least and at most so many bytes.
+_MARGIN_PART, _LEAST_MARGIN, _MOST_MARGIN = 32, 64 << 20, 256 << 20
 #: Bytes of the block that shows how segments are taken: more than any that torch keeps small blocks in.
 _PROBE_BYTES = 64 << 20
 
@@ -69,7 +69,7 @@ def hold_limit(device: torch.device, limit_bytes: int) -> int:
     """Let torch reserve what a limit leaves beside the rest of the process by now; return bytes of that rest."""
     process = process_bytes(device)
     outside = 0 if process is None else max(0, process - torch.cuda.memory_reserved(device))
-    left = limit_bytes - outside - min(_MARGIN_BYTES, limit_bytes // _MARGIN_PART)
+    left = limit_bytes - outside - min(_MOST_MARGIN, max(_LEAST_MARGIN, limit_bytes // _MARGIN_PART))
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, left / total_bytes)), device)
     return outside
