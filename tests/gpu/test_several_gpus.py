@@ -168,6 +168,8 @@ def test_rows_of_a_large_table_learn_what_one_does(train: Train, tmp_path: Path,
     two = train(tmp_path / "two", 2, *ask, *in_parts, given=(rows, model))
     for alone, together in zip(one, two, strict=True):
         assert together["loss"] == pytest.approx(alone["loss"], rel=1e-3)
+    captured = json.loads((tmp_path / "two" / "run.json").read_text())["compilations"]["captured"]
+    assert (captured > 0) == (mode == "captured" and budget == "4096")  # or a capture was refused
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ class TableRows:
         """(own rows, H) sum of all processes' gradients of the rows that this one has. gradient: (..., H)."""
         room, count, flat_T = self._rooms[-1], words.numel(), words.flatten()
         room.words.own[:count].copy_(flat_T if self._ignored is None else flat_T.where(flat_T != self._ignored, -1))
-        room.words.own[-1] = count
+        room.words.own[-1:].fill_(count)  # what is assigned to a place comes from the host, in no graph
         room.gradients.own[: gradient.numel()].copy_(gradient.flatten())
         room.words.meet()
         words_T = torch.cat([theirs[:count] for theirs in room.words.all_R])
