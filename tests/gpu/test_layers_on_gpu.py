@@ -22,6 +22,7 @@ from kernels.layers.test_postnorm_ops import (
     check_linear_gelu,
     check_two_readers,
 )
+from kernels.test_part_adamw import check_steps
 from kernels.test_part_sums import check_sums
 
 pytestmark = pytest.mark.gpu
@@ -38,6 +39,11 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.mark.parametrize(("count", "size"), [(2, 1_000_003), (4, 4096)])
 def test_sums_of_processes_parts(dtype: torch.dtype, count: int, size: int) -> None:
     check_sums("cuda", dtype, count, size)
+
+
+@pytest.mark.parametrize("size", [1_000_003, 4096])
+def test_adamw_of_a_part(size: int) -> None:
+    check_steps("cuda", size, 0.1)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -36,7 +36,7 @@ _RULES: tuple[tuple[PartName, str], ...] = (
     ("normalisation", r"^(pre)?norm_(for|back)ward$"),
     ("element-wise", r"^((gelu|gated|heads)_(for|back)ward|dropped|apply_dropout|partial_sums(_add)?)$"),
     ("copies", r"^(rows_cast|columns_(measure|cast))$"),
-    ("optimizer", r"^(adamw_(norm|decide|update)|gather_gradients|part_sum|sum_(parts|with_own))$"),
+    ("optimizer", r"^(adamw_(norm|decide|update|part)|gather_gradients|part_sum|sum_(parts|with_own))$"),
     # Attention: FlashAttention, memory-efficient attention, cuDNN's; cutlass is inside, and so stands below.
     ("attention", r"(?i)flash_?(fwd|bwd|attn|attention|fprop|bprop)|fmha|efficient_attention|attention_kernel|sdpa"),
     ("attention", r"AttentionKernel|AttentionBackwardKernel|cudnn::fusion::|scaled_dot_product"),

@@ -1,7 +1,7 @@
 """AdamW and SGD on weights of which each process has a part, as DTensors of torch.
 
-Updates are made of local parts by torch's fused kernels. Each process saves its parts; the model at the end is put
-together in host memory of the one that leads.
+Updates are made of local parts, by a kernel of ours or torch's fused ones. Each process saves its parts; the model at
+the end is put together in host memory of the one that leads.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from brimful.models.tensor_plan import local, starts_of, together
 from brimful.step.state import ParameterState, Part, StepState
 from brimful.step.updates.own_state import Own, own_state
 from brimful.step.updates.update import Update
+
+try:
+    from brimful.kernels.optimizers import part_adamw
+except ImportError:  # Triton comes with torch for GPUs, and is missing beside torch for CPUs
+    part_adamw = None  # type: ignore[assignment]
 
 #: Bytes of whole weights' gradients that are summed at once.
 _TOGETHER_BYTES = 32 << 20
@@ -127,6 +132,13 @@ class PartsUpdate(Update):
                 )  # fmt: skip
                 continue
             first, second = ([moments[i] for i in chosen] for moments in self._moments)
+            if _is_for_kernel([*weights, *given, *first, *second]):
+                for place, index in enumerate(chosen):
+                    part_adamw.update_part(
+                        weights[place], given[place], (first[place], second[place]), steps=self._steps[index],
+                        rate=rate, scale=scale, skipped=skipped, decay=decay, betas=self._betas, epsilon=self._epsilon,
+                    )  # fmt: skip
+                continue
             torch._fused_adamw_(
                 weights, given, first, second, [], [self._steps[i] for i in chosen], lr=rate, beta1=self._betas[0],
                 beta2=self._betas[1], eps=self._epsilon, amsgrad=False, **common,
@@ -212,6 +224,12 @@ class PartsUpdate(Update):
                 moment.zero_() if kept is None else moment.copy_(self._part(name, kept.tensors[key]))
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def _is_for_kernel(tensors: Sequence[Tensor]) -> bool:
+    """Return whether our kernel updates these: contiguous fp32 on a GPU that Triton is there for."""
+    there = part_adamw is not None and all(each.is_cuda for each in tensors)
+    return there and all(each.dtype == torch.float32 and each.is_contiguous() for each in tensors)
 
 
 def sum_together(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
