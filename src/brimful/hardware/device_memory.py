@@ -16,9 +16,11 @@ from brimful.core.options.choices import AllocatorChoice
 from brimful.core.units import bytes_text, parse_bytes
 from brimful.hardware.memory import process_bytes
 
-#: Left free below a limit for kernels and graphs that the driver loads between two readings, 40 MB of them in a run of
-#: a tiny model: this part of the limit, and at least and at most so many bytes.
+#: Left free below a limit for kernels and graphs that the driver loads between two readings: this part of the limit,
+#: and at least and at most so many bytes.
 _MARGIN_PART, _LEAST_MARGIN, _MOST_MARGIN = 32, 64 << 20, 256 << 20
+#: The least before a run's first step: of a tiny model the driver loads 126 MB for it.
+_FIRST_MARGIN = 192 << 20
 #: Bytes of the block that shows how segments are taken: more than any that torch keeps small blocks in.
 _PROBE_BYTES = 64 << 20
 
@@ -42,7 +44,7 @@ def device_memory(device: torch.device, limit: str | None, allocator: AllocatorC
             check_expandable(device)
         if limit is not None:
             _load_libraries(device)
-            outside = hold_limit(device, parse_bytes(limit))
+            outside = hold_limit(device, parse_bytes(limit), least=_FIRST_MARGIN)
             if outside >= parse_bytes(limit):
                 raise OptionError(
                     f"--memory-limit is {limit}, and {bytes_text(outside)} are in use outside torch already: driver,"
@@ -65,11 +67,14 @@ def check_on_gpu(device: torch.device, limit: str | None, allocator: AllocatorCh
         raise OptionError(f"{name} is {value}: it is for GPUs, and this run is on a CPU", hint=hint)
 
 
-def hold_limit(device: torch.device, limit_bytes: int) -> int:
-    """Let torch reserve what a limit leaves beside the rest of the process by now; return bytes of that rest."""
+def hold_limit(device: torch.device, limit_bytes: int, *, least: int = _LEAST_MARGIN) -> int:
+    """Let torch reserve what a limit leaves beside the rest of the process by now; return bytes of that rest.
+
+    least: bytes that are left free for what the rest may come to.
+    """
     process = process_bytes(device)
     outside = 0 if process is None else max(0, process - torch.cuda.memory_reserved(device))
-    left = limit_bytes - outside - min(_MOST_MARGIN, max(_LEAST_MARGIN, limit_bytes // _MARGIN_PART))
+    left = limit_bytes - outside - min(_MOST_MARGIN, max(least, limit_bytes // _MARGIN_PART))
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, left / total_bytes)), device)
     return outside
