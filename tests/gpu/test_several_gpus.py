@@ -163,7 +163,7 @@ def test_rows_of_a_large_table_learn_what_one_does(train: Train, tmp_path: Path,
     large = {**sizes, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 70_000}
     model = save_tiny_model(tmp_path / "llama", family="llama", dropout=0.0, **large)
     ask = ["--precision", "fp32", "--lr-scheduler-type", "constant", "--max-length", "80", "--eval-steps", "7"]
-    in_parts = ["--sharding", "parameters", "--execution", mode, "--peer-copies", "--token-budget", budget]
+    in_parts = ["--sharding", "parameters", "--execution", mode, "--token-budget", budget]
     one = train(tmp_path / "one", 1, *ask, "--execution", "eager", given=(rows, model))
     two = train(tmp_path / "two", 2, *ask, *in_parts, given=(rows, model))
     for alone, together in zip(one, two, strict=True):

@@ -282,7 +282,7 @@ class Optimizer(Lever):
                 )
                 if self.by_copies:
                     parts.find_peers, parts.must_copy = peers_of, self.must_copy
-                    parts.same_shapes = self.packed and self.must_copy
+                    parts.same_shapes = self.packed
                 return parts
             return ShardedUpdate(model, schedule, scatters_gradients=self.sharding == "gradients", **cut)
         if self.fused:
