@@ -59,11 +59,7 @@ ROWS = (
         name="compiled, sent",
         settings={"gpus": 2, "sharding": "parameters", "execution": "compiled", "no-peer-copies": True},
     ),
-    Row(
-        side="brimful",
-        name="compiled, rows of the table",
-        settings={"gpus": 2, "sharding": "parameters", "execution": "compiled", "peer-copies": True},
-    ),
+    Row(side="brimful", name="compiled, four", settings={"gpus": 4, "sharding": "parameters", "execution": "compiled"}),
     Row(side="trainer", name="one GPU", settings={"gpus": 1}),
     Row(side="trainer", name="one GPU, compiled", settings={"gpus": 1, "torch_compile": True}),
     Row(
