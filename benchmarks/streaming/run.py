@@ -36,9 +36,14 @@ ROWS = (
     Row(side="training", name="streamed, in backward, 8 rows within 5 GB", settings=_STREAMED | _FREED | _LIMITED),
     Row(side="training", name="streamed, 8 rows within 5 GB", settings=_STREAMED | _LIMITED),
 )
-#: Bytes in and out over the link for each weight of a layer: weights in fp32 twice in and once out, gradients out and
-#: in, states in and out; within the backward pass no gradients. In classification bf16.
-_BYTES = {"streamed": (20, 16), "streamed, in backward": (16, 12)}
+#: Of the forward and the backward pass: their share of the operations, layers being computed again, and bytes in and
+#: out over the link for each weight of a layer. Weights in fp32 come in for both. Where the norm of the whole gradient is
+#: to be known, gradients leave in the backward pass, and come in with states in the next forward pass, from which weights
+#: and states leave; else states come in and leave, with weights, in the backward pass.
+_PASSES = {
+    "streamed": ((1 / 4, 16, 12), (3 / 4, 4, 4)),
+    "streamed, in backward": ((1 / 4, 4, 0), (3 / 4, 12, 12)),
+}
 _DEPTH, _WIDTH, _LENGTH, _BATCH, _TEXTS = 96, 1024, 512, 32, 2048
 
 
@@ -144,26 +149,30 @@ def _classification(model: Path, settings: dict[str, Any], smoke: bool) -> dict[
 def table(results: list[dict[str, Any]], weights: int) -> str:
     """A line a row: its rate, and what share that is of what the link and the device allow.
 
-    The bound of a training step is the longest of its copies in, its copies out, both at once, and the step on the
-    device; of classification, the rate on the device. weights: of all layers.
+    The bound of a training step is the sum of both passes', each the longest of its copies in, its copies out, both at
+    once, and its part of the step on the device. In brackets: were all copies beside the whole step. Of classification
+    it is the rate on the device. weights: of all layers.
     """
     lines = ["| work | row | samples/s (range) | driver, MB | bound | share of it |", "|---|---|---|---|---|---|"]
     on_device = {
         found["side"]: found["samples_per_s"] for found in results if found["ok"] and found["row"] == "on the device"
     }
     for found in (each for each in results if each["ok"]):
-        bound_s, share = None, ""
+        bound_s, at_once_s, share = None, None, ""
         rows = found["settings"].get("batch_size", _BATCH)
         if found["row"] != "on the device" and found["side"] in on_device:
             device_s = rows / on_device[found["side"]]
             link = found["link_bytes_per_s"]
             if found["side"] == "training" and link is not None:
-                ways = _BYTES[found["row"].partition(", 8 rows")[0]]
-                seconds = [weights * each / link["each of both"] for each in ways]
-                bound_s = max(device_s, *seconds)
+                passes = _PASSES[found["row"].partition(", 8 rows")[0]]
+                byte_s = weights / link["each of both"]
+                bound_s = sum(max(part * device_s, *(byte_s * each for each in ways)) for part, *ways in passes)
+                _, *both_ways = zip(*passes, strict=True)
+                at_once_s = max(device_s, *(byte_s * sum(way) for way in both_ways))
             else:
                 bound_s = device_s
             share = f"{bound_s * found['samples_per_s'] / rows:.0%}"
+            share += "" if at_once_s is None else f" ({at_once_s * found['samples_per_s'] / rows:.0%})"
         bound = "" if bound_s is None else f"{rows / bound_s:,.1f}"
         rates, memory = found["rates"], found["nvml_bytes"]
         said = f"{found['samples_per_s']:,.1f} ({rates[0]:,.1f} to {rates[-1]:,.1f})"
