@@ -45,8 +45,14 @@ LEVERS: dict[str, dict[str, Any]] = {
     "adamw_torch_8bit": {"optim": "adamw_torch_8bit"},
     "adamw_torch_4bit": {"optim": "adamw_torch_4bit"},
     "lion_32bit": {"optim": "lion_32bit", "learning_rate": 2e-5},
+    "schedule_free_adamw": {"optim": "schedule_free_adamw"},
     "lora": {"peft": "lora"},
     "head only": {"freeze": "all-but-head"},
+    "embeddings frozen": {"freeze": "embeddings"},
+    "every other layer recomputed": {"gradient_checkpointing": "every-2"},
+    "selective": {"gradient_checkpointing": "selective"},
+    "weights streamed": {"stream_weights": "host"},
+    "fp8": {"precision": "fp8"},
 }
 NAMES = [f"{corpus}: {name}" for corpus in CORPORA for name in LEVERS]
 SEEDS = (1, 2, 3, 4, 5)
