@@ -41,9 +41,10 @@ def test_sums_of_processes_parts(dtype: torch.dtype, count: int, size: int) -> N
     check_sums("cuda", dtype, count, size)
 
 
+@pytest.mark.parametrize("betas", [(0.8, 0.95), (0.9, 0.999)])  # of the last 1 - beta has four digits in fp32
 @pytest.mark.parametrize("size", [1_000_003, 4096])
-def test_adamw_of_a_part(size: int) -> None:
-    check_steps("cuda", size, 0.1)
+def test_adamw_of_a_part(size: int, betas: tuple[float, float]) -> None:
+    check_steps("cuda", size, 0.1, betas)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -155,11 +155,12 @@ class Optimizer(Lever):
         cut, together = _cut(assembly), assembly.find(DataParallel)
         if cut != "none":
             where = " in host memory" if asked.savings is not None else ""
-            kernels = "DeepSpeed's engine around torch's" if cut == "deepspeed" else "torch's fused kernels"
+            kernels = "DeepSpeed's engine around torch's" if cut == "deepspeed" else _kernels_of_parts(assembly, asked)
             kernels = "our fused kernels" if verdict.ok else kernels
             reason = f"{whose}; {kernels} on this process's part{where}, fp32 weights and states"
         if assembly.find(TensorParallel) is not None:
-            reason = f"{whose}; torch's fused kernels on this process's part, fp32 weights and states"
+            kernels = _kernels_of_parts(assembly, asked)
+            reason = f"{whose}; {kernels} on this process's part, fp32 weights and states"
         return replace(
             asked,
             fused=verdict.ok,
@@ -420,6 +421,15 @@ def _kernels_said(kernels: Mapping[str, bool]) -> str:
         return "torch's fused kernels"
     said = "torch's foreach kernels" if kernels.get("foreach") else "torch's loop over weights"
     return f"{said}; the host waits for each step's gradient"
+
+
+def _kernels_of_parts(assembly: Assembly, asked: Optimizer) -> str:
+    """Say which kernels update this process's part of weights that are cut."""
+    in_parts = _cut(assembly) == "parameters" or assembly.find(TensorParallel) is not None
+    ours = in_parts and asked.value in ADAMW and asked.savings is None and assembly.device.type == "cuda"
+    if ours and min(asked.beta1, asked.beta2) > 0:
+        return "our kernel, and torch's fused ones for small weights,"
+    return "torch's fused kernels"
 
 
 def embedding_weights(model: nn.Module) -> list[Tensor]:

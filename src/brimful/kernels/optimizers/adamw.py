@@ -178,12 +178,13 @@ def adamw_decide(PARTS, ADDRESSES, IN_USE, STEPS, CORRECTIONS, LOSS, SCALE, APPL
 
 @triton.jit
 def adamw_update(BLOCKS, TOUCHED, STARTS, STATES, DECAYS, COPIED, HALVES, ADDRESSES, IN_USE, CORRECTIONS, CONTROL,
-                 MASTER, MOMENT1, MOMENT2, COPY, beta1, beta2, epsilon, HALF: tl.constexpr,
+                 MASTER, MOMENT1, MOMENT2, COPY, rest1, rest2, epsilon, HALF: tl.constexpr,
                  SIZE: tl.constexpr):  # fmt: skip
     """One block of masters and moments, and of the half-precision copy if its parameter has one.
 
     TOUCHED: of each block, whether it ever had a gradient that was not all zeros. STATES: first places of parameters in
-    the memory of moments, before it for one that only a later part is kept of.
+    the memory of moments, before it for one that only a later part is kept of. rest1, rest2: 1 - beta, of which a
+    kernel's own difference in fp32 would have four digits.
     """
     if tl.load(CONTROL) != 0.0:
         return
@@ -206,8 +207,8 @@ def adamw_update(BLOCKS, TOUCHED, STARTS, STATES, DECAYS, COPIED, HALVES, ADDRES
             state, _ = _own(STATES, parameter, offsets, end)
             m = tl.load(MOMENT1 + state, mask=mask, other=0.0)
             v = tl.load(MOMENT2 + state, mask=mask, other=0.0)
-            m += (1.0 - beta1) * (g - m)
-            v = beta2 * v + (1.0 - beta2) * g * g
+            m += rest1 * (g - m)
+            v += rest2 * (g * g - v)
             bias1, bias2 = tl.load(CORRECTIONS + 2 * parameter), tl.load(CORRECTIONS + 2 * parameter + 1)
             p -= rate / bias1 * (m / (tl.sqrt(v) / bias2 + epsilon))
             tl.store(MOMENT1 + state, m, mask=mask)

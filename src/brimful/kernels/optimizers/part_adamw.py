@@ -1,7 +1,6 @@
 """AdamW of one contiguous fp32 tensor, such as a process's part of a weight: 28 bytes a number and step.
 
-torch's fused kernel also writes the gradient back, 32 bytes. Arithmetic is its own; `torch.optim.AdamW` is the
-reference.
+torch's fused kernel also writes the gradient back, 32 bytes. Arithmetic is that of `torch.optim.AdamW`.
 
 Source: Loshchilov and Hutter 2019, arXiv 1711.05101.
 """
@@ -23,9 +22,9 @@ _BLOCK = 1024
 
 
 @triton.jit(do_not_specialize_on_alignment=["STEPS"])  # of which one lies four bytes behind another
-def adamw_part(WEIGHT, GRADIENT, MOMENT1, MOMENT2, STEPS, RATE, SCALE, SKIPPED, size, decay, beta1, beta2, epsilon,
+def adamw_part(WEIGHT, GRADIENT, MOMENT1, MOMENT2, STEPS, RATE, SCALE, SKIPPED, size, decay, rest1, rest2, epsilon,
                LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, SIZE: tl.constexpr):  # fmt: skip
-    """A block of weights and moments, unless the step is skipped."""
+    """A block of weights and moments, unless the step is skipped. rest1, rest2: 1 - beta."""
     if tl.load(SKIPPED) != 0.0:
         return
     steps, rate, scale = tl.load(STEPS).to(tl.float64), tl.load(RATE), tl.load(SCALE)
@@ -39,8 +38,8 @@ def adamw_part(WEIGHT, GRADIENT, MOMENT1, MOMENT2, STEPS, RATE, SCALE, SKIPPED, 
     m = tl.load(MOMENT1 + places, mask=inside, other=0.0)
     v = tl.load(MOMENT2 + places, mask=inside, other=0.0)
     p -= rate * decay * p
-    m += (1.0 - beta1) * (g - m)
-    v = beta2 * v + (1.0 - beta2) * g * g
+    m += rest1 * (g - m)
+    v += rest2 * (g * g - v)
     p -= rate / bias1 * (m / (tl.sqrt(v) / bias2 + epsilon))
     tl.store(MOMENT1 + places, m, mask=inside)
     tl.store(MOMENT2 + places, v, mask=inside)
@@ -54,9 +53,9 @@ def update_part(
     """Update a weight and its moments in place. All of one shape, contiguous, fp32.
 
     steps: () how many it has had, with this one. rate, scale, skipped: (), fp32, read on the device: the learning
-    rate, what gradients are divided by, and whether nothing is to change, if not 0.
+    rate, what gradients are divided by, and whether nothing is to change, if not 0. betas: above 0.
     """
     adamw_part[(num_tiles(weight.numel(), _BLOCK),)](
-        weight, gradient, *moments, steps, rate, scale, skipped, weight.numel(), decay, *betas, epsilon,
+        weight, gradient, *moments, steps, rate, scale, skipped, weight.numel(), decay, *(1 - beta for beta in betas), epsilon,
         LOG_BETA1=log(betas[0]), LOG_BETA2=log(betas[1]), SIZE=_BLOCK,
     )  # fmt: skip

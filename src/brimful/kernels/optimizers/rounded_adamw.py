@@ -82,13 +82,13 @@ def _pack(x, CODES, SCALES, MIDDLES, offsets, mask, numel, SIGNED: tl.constexpr,
 
 @triton.jit(do_not_specialize=["STEP", "number"])
 def rounded_adamw(WEIGHT, GRADIENT, FIRST, SECOND, SCALES, SHARES, MIDDLES, STEP, RATE, SKIPPED, SCALE, APPLIED,
-                  numel, num_blocks, number, decay, beta1, beta2, epsilon, LOG_BETA1: tl.constexpr,
+                  numel, num_blocks, number, decay, rest1, rest2, epsilon, LOG_BETA1: tl.constexpr,
                   LOG_BETA2: tl.constexpr, HAS_GRADIENT: tl.constexpr, EIGHT_BITS: tl.constexpr, SIZE: tl.constexpr,
                   BLOCK: tl.constexpr):  # fmt: skip
     """One block of a parameter. STEP: updates so far, this one counted. SCALE: that gradients are divided by.
 
     number: of the parameter, by which noise is drawn. SCALES: (2, num_blocks) of moments in 8 bits, as SHARES and
-    MIDDLES (2, 256) and (2, 255); signed ones first.
+    MIDDLES (2, 256) and (2, 255); signed ones first. rest1, rest2: 1 - beta.
     """
     if tl.load(SKIPPED) != 0.0:
         return
@@ -106,8 +106,8 @@ def rounded_adamw(WEIGHT, GRADIENT, FIRST, SECOND, SCALES, SHARES, MIDDLES, STEP
         v = tl.load(SECOND + offsets, mask=mask, other=0.0).to(tl.float32)
     p = tl.load(WEIGHT + offsets, mask=mask, other=0.0).to(tl.float32)
     p -= rate * decay * p
-    m += (1.0 - beta1) * (g - m)
-    v = beta2 * v + (1.0 - beta2) * g * g
+    m += rest1 * (g - m)
+    v += rest2 * (g * g - v)
     # In fp64: 1 - beta^n loses half of fp32's digits where n is small.
     bias1 = (1.0 - tl.exp(step * LOG_BETA1)).to(tl.float32)
     bias2 = tl.sqrt(1.0 - tl.exp(step * LOG_BETA2)).to(tl.float32)

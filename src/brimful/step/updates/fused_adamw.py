@@ -302,7 +302,7 @@ class FusedAdamW(Update):
             updated = (
                 self._own_B3[part], self._touched[part], places.starts_P, self._states_P, places.decays_P,
                 places.copied_P, half_weights, addresses, self._used, self._corrections, self._control, self._master,
-                self._moment1, self._moment2, self._copy, *self._betas, self._epsilon,
+                self._moment1, self._moment2, self._copy, *(1 - beta for beta in self._betas), self._epsilon,
             )  # fmt: skip
             yield Launch(adamw.adamw_update, (part.stop - part.start,), updated, self._constants)
 

@@ -26,6 +26,8 @@ except ImportError:  # Triton comes with torch for GPUs, and is missing beside t
 
 #: Bytes of whole weights' gradients that are summed at once.
 _TOGETHER_BYTES = 32 << 20
+#: Least numbers of a part that our kernel updates: torch's takes many small ones in one launch.
+_LEAST_OF_KERNEL = 1 << 18
 
 
 class PartsUpdate(Update):
@@ -123,25 +125,34 @@ class PartsUpdate(Update):
             weights = [parts[i] for i in chosen]
             found = ((gradients.get(i), weight) for i, weight in zip(chosen, weights, strict=True))
             given = [torch.zeros_like(w) if gradient is None else gradient.contiguous() for gradient, w in found]
-            common: dict[str, Any] = {"weight_decay": decay, "maximize": False, "grad_scale": scale}
-            common["found_inf"] = skipped
-            if self._kind == "sgd":
-                torch._fused_sgd_(
-                    weights, given, [], lr=rate, momentum=0.0, dampening=0.0, nesterov=False, is_first_step=False,
-                    **common,
+            told = {"weight_decay": decay, "maximize": False, "grad_scale": scale, "found_inf": skipped}
+            if self._kind == "adamw":
+                self._adamw(chosen, weights, given, rate, told)
+                continue
+            torch._fused_sgd_(
+                weights, given, [], lr=rate, momentum=0.0, dampening=0.0, nesterov=False, is_first_step=False, **told,
+            )  # fmt: skip
+
+    def _adamw(
+        self, chosen: Sequence[int], weights: Sequence[Tensor], gradients: Sequence[Tensor], rate: Tensor,
+        told: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Update weights of these numbers: large ones by our kernel, the others in torch's few launches."""
+        left: list[tuple[Tensor, ...]] = []
+        for index, weight, gradient in zip(chosen, weights, gradients, strict=True):
+            first, second = (moments[index] for moments in self._moments)
+            if min(self._betas) > 0 and _is_for_kernel(weight, gradient, first, second):
+                part_adamw.update_part(
+                    weight, gradient, (first, second), steps=self._steps[index], rate=rate, scale=told["grad_scale"],
+                    skipped=told["found_inf"], decay=told["weight_decay"], betas=self._betas, epsilon=self._epsilon,
                 )  # fmt: skip
-                continue
-            first, second = ([moments[i] for i in chosen] for moments in self._moments)
-            if _is_for_kernel([*weights, *given, *first, *second]):
-                for place, index in enumerate(chosen):
-                    part_adamw.update_part(
-                        weights[place], given[place], (first[place], second[place]), steps=self._steps[index],
-                        rate=rate, scale=scale, skipped=skipped, decay=decay, betas=self._betas, epsilon=self._epsilon,
-                    )  # fmt: skip
-                continue
+            else:
+                left.append((weight, gradient, first, second, self._steps[index]))
+        if left:
+            *tensors, steps = (list(each) for each in zip(*left, strict=True))
             torch._fused_adamw_(
-                weights, given, first, second, [], [self._steps[i] for i in chosen], lr=rate, beta1=self._betas[0],
-                beta2=self._betas[1], eps=self._epsilon, amsgrad=False, **common,
+                *tensors, [], steps, lr=rate, beta1=self._betas[0], beta2=self._betas[1], eps=self._epsilon,
+                amsgrad=False, **told,
             )  # fmt: skip
 
     def abandon(self) -> None:
@@ -226,10 +237,11 @@ class PartsUpdate(Update):
             parameter.grad = None
 
 
-def _is_for_kernel(tensors: Sequence[Tensor]) -> bool:
-    """Return whether our kernel updates these: contiguous fp32 on a GPU that Triton is there for."""
-    there = part_adamw is not None and all(each.is_cuda for each in tensors)
-    return there and all(each.dtype == torch.float32 and each.is_contiguous() for each in tensors)
+def _is_for_kernel(*tensors: Tensor) -> bool:
+    """Return whether our kernel updates a part: large, contiguous, in fp32, on a GPU, with Triton there."""
+    if part_adamw is None or tensors[0].numel() < _LEAST_OF_KERNEL:
+        return False
+    return all(each.is_cuda and each.dtype == torch.float32 and each.is_contiguous() for each in tensors)
 
 
 def sum_together(ranks: Ranks, tensors: Sequence[Tensor]) -> None:

@@ -53,7 +53,8 @@ class RoundedKernels:
         kernels.rounded_adamw[(num_tiles(numel, kernels.SIZE),)](
             weight, weight if given is None else given, moments.first, moments.second,
             moments.scales if eight_bits else unused, self._shares, self._middles, step, self._rate, self._skipped,
-            scale, self._applied, numel, -(-numel // BLOCK), number, decay, *self._betas, self._epsilon,
+            scale, self._applied, numel, -(-numel // BLOCK), number, decay, *(1 - beta for beta in self._betas),
+            self._epsilon,
             LOG_BETA1=math.log(self._betas[0]), LOG_BETA2=math.log(self._betas[1]),
             HAS_GRADIENT=given is not None, EIGHT_BITS=eight_bits, SIZE=kernels.SIZE, BLOCK=BLOCK,
         )  # fmt: skip
