@@ -2,8 +2,8 @@
 
     python benchmarks/several_gpus/run.py --output OUTPUT --tokenizer FOLDER --budget-s 580
 
-Needs two NVIDIA GPUs, four for `--sizes 4x128`, and nothing from a network. What is in the raw log is not measured again: call it until nothing
-is left. README.md says how to read it.
+Needs two NVIDIA GPUs, four for `--sizes 4x128`, and nothing from a network. What is in the raw log is not measured
+again: call it until nothing is left. README.md says how to read it.
 """
 
 from __future__ import annotations

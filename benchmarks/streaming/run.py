@@ -37,9 +37,9 @@ ROWS = (
     Row(side="training", name="streamed, 8 rows within 5 GB", settings=_STREAMED | _LIMITED),
 )
 #: Of the forward and the backward pass: their share of the operations, layers being computed again, and bytes in and
-#: out over the link for each weight of a layer. Weights in fp32 come in for both. Where the norm of the whole gradient is
-#: to be known, gradients leave in the backward pass, and come in with states in the next forward pass, from which weights
-#: and states leave; else states come in and leave, with weights, in the backward pass.
+#: out over the link for each weight of a layer. Weights in fp32 come in for both. Where the norm of the whole gradient
+#: is to be known, gradients leave in the backward pass, and come in with states in the next forward pass, from which
+#: weights and states leave; else states come in and leave, with weights, in the backward pass.
 _PASSES = {
     "streamed": ((1 / 4, 16, 12), (3 / 4, 4, 4)),
     "streamed, in backward": ((1 / 4, 4, 0), (3 / 4, 12, 12)),

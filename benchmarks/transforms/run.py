@@ -3,9 +3,9 @@
     python benchmarks/transforms/run.py --output benchmarks/transforms/DATE-GPU --budget-s 580
 
 BERT-base with random weights on the packaged tweets, 32 rows a step, bf16. `noisy` leaves out a tenth of a text's words
-and swaps two others, as easy data augmentation does; `slow` also takes a millisecond, as a look-up of synonyms may. Each row
-is a process of its own, and none is measured again that is in the raw log. Needs one NVIDIA GPU and the extra demo;
---smoke is a tiny model on a CPU.
+and swaps two others, as easy data augmentation does; `slow` also takes a millisecond, as a look-up of synonyms may.
+Each row is a process of its own, and none is measured again that is in the raw log. Needs one NVIDIA GPU and the extra
+demo; --smoke is a tiny model on a CPU.
 """
 
 from __future__ import annotations

@@ -162,7 +162,8 @@ def trained(
         optimizer = replace(optimizer, sharding=case.sharding, savings=savings, parts=parts)
     update = optimizer.update(model, torch.full((9,), 0.1), precision, max_grad_norm=1.0)
     if memory is not None:
-        update.find_peers, update.same_shapes = lambda ranks, _: (FilePeers(ranks, memory), ""), case.packed
+        update.find_peers = lambda ranks, _: (FilePeers(ranks, memory), "")
+        update.pass_tokens = 1 if case.packed else 0
     execution = execution_of(model, case.family, packed=case.packed)
     step = make(
         execution, task, update, precision, seed=0, ranks=ranks, half_wire=case.half, overlap=case.overlap

@@ -44,11 +44,12 @@ def device_memory(device: torch.device, limit: str | None, allocator: AllocatorC
             check_expandable(device)
         if limit is not None:
             _load_libraries(device)
-            outside = hold_limit(device, parse_bytes(limit), least=_FIRST_MARGIN)
-            if outside >= parse_bytes(limit):
+            outside, kept = hold_limit(device, parse_bytes(limit), least=_FIRST_MARGIN)
+            if outside + kept >= parse_bytes(limit):
                 raise OptionError(
                     f"--memory-limit is {limit}, and {bytes_text(outside)} are in use outside torch already: driver,"
-                    " libraries, and other processes where the driver does not tell them apart",
+                    " libraries, and other processes where the driver does not tell them apart;"
+                    f" {bytes_text(kept)} more are for kernels that the driver loads",
                     hint="give more, or end what else is on this GPU",
                 )
         yield
@@ -67,17 +68,16 @@ def check_on_gpu(device: torch.device, limit: str | None, allocator: AllocatorCh
         raise OptionError(f"{name} is {value}: it is for GPUs, and this run is on a CPU", hint=hint)
 
 
-def hold_limit(device: torch.device, limit_bytes: int, *, least: int = _LEAST_MARGIN) -> int:
-    """Let torch reserve what a limit leaves beside the rest of the process by now; return bytes of that rest.
-
-    least: bytes that are left free for what the rest may come to.
-    """
+def hold_limit(device: torch.device, limit_bytes: int, *, least: int = _LEAST_MARGIN) -> tuple[int, int]:
+    """Let torch reserve what a limit leaves beside the rest of the process; return bytes of that rest by now, and those
+    that are left free for what it may come to. least: of these."""
     process = process_bytes(device)
     outside = 0 if process is None else max(0, process - torch.cuda.memory_reserved(device))
-    left = limit_bytes - outside - min(_MOST_MARGIN, max(least, limit_bytes // _MARGIN_PART))
+    margin = min(_MOST_MARGIN, max(least, limit_bytes // _MARGIN_PART))
+    left = limit_bytes - outside - margin
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, left / total_bytes)), device)
-    return outside
+    return outside, margin
 
 
 def check_expandable(device: torch.device) -> None:

@@ -73,7 +73,7 @@ class Optimizer(Lever):
     fused: whether it is updated by our own kernels. copies: whether these keep the weights of Linear layers in half
     precision beside their fp32 masters, where products are in it. savings: memory that its update does without.
     parts: processes that share what our kernels update. by_copies: whether they copy what is sent else. must_copy: not
-    even where GPUs turn out not to reach one another's memory. packed: whether passes of all have the same shapes.
+    even where GPUs turn out not to reach one another's memory.
     """
 
     name = "optimizer"
@@ -92,7 +92,6 @@ class Optimizer(Lever):
     parts: int = 1
     by_copies: bool = False
     must_copy: bool = False
-    packed: bool = False
     offload_folder: str | None = None
 
     @property
@@ -168,7 +167,6 @@ class Optimizer(Lever):
             parts=assembly.num_ranks if cut == "states" and verdict.ok else 1,
             by_copies=together is not None and together.copies,
             must_copy=bool(assembly.options.peer_copies),  # type: ignore[union-attr]
-            packed=assembly.lever(Packing).packed,
             copies=assembly.precision.half is not None and assembly.fact(equivalence_of).half_weights,
             reason=reason,
         )
@@ -283,7 +281,6 @@ class Optimizer(Lever):
                 )
                 if self.by_copies:
                     parts.find_peers, parts.must_copy = peers_of, self.must_copy
-                    parts.same_shapes = self.packed
                 return parts
             return ShardedUpdate(model, schedule, scatters_gradients=self.sharding == "gradients", **cut)
         if self.fused:

@@ -211,15 +211,25 @@ def test_gpus_that_turn_out_not_to_reach_one_another_send(
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("by", [(), ("--peer-copies",)], ids=["by default", "asked for"])
+@pytest.mark.parametrize(
+    ("more", "least", "reads"),
+    [
+        (("--no-peer-copies",), 0, False),
+        ((), 99, False),  # no table has so many rows for each token
+        (("--peer-copies",), 0, True),
+        ((), 0, True),
+    ],
+    ids=["sent", "many tokens", "asked for", "by default"],
+)
 def test_rows_of_tables_are_read_in_all_or_in_none(
-    by: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    more: tuple[str, ...], least: int, reads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the first process has it: others are told to copy, whether or not it was asked for."""
+    """As the first process has it, and the recipe says it."""
     save_tiny_model(tmp_path / "model", family="mpt", dropout=0.0)
     write_rows(tmp_path / "rows.jsonl", single_label_rows(40))
     monkeypatch.setattr(data_parallel, "_on_gpus", lambda _: True)
     monkeypatch.setattr(table_rows, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(table_rows, "_ROWS_A_TOKEN", least)
     read = table_rows.TableRows.read
 
     def reading(self: Any, words: torch.Tensor) -> torch.Tensor:
@@ -227,9 +237,10 @@ def test_rows_of_tables_are_read_in_all_or_in_none(
         return read(self, words)
 
     monkeypatch.setattr(table_rows.TableRows, "read", reading)
-    ask = asked(tmp_path, tmp_path / "run", "--max-steps", "3", "--sharding", "parameters", "--eval-steps", "2", *by)
+    ask = asked(tmp_path, tmp_path / "run", "--max-steps", "3", "--sharding", "parameters", "--eval-steps", "2", *more)
     assert start(tmp_path / "logs", *ask).results() == [0, 0]
-    assert {(tmp_path / f"read by {rank}").exists() for rank in range(2)} == {bool(by)}
+    assert {(tmp_path / f"read by {rank}").exists() for rank in range(2)} == {reads}
+    assert ("rows of large tables of words are read where they are" in processes(tmp_path / "run")) == reads
 
 
 @pytest.mark.thorough

@@ -156,10 +156,10 @@ def _on_path(path: str, prepared: Prepared, built: Built, ranks: Ranks) -> Built
 def met(built: Built, callbacks: Callbacks) -> Built:
     """Return a run whose step all processes have met for. What turned out otherwise is warned of, and in its recipe."""
     warning = built.step.meet()
-    if not warning:
-        return built
-    callbacks.warning(warning)
-    return replace(built, recipe=built.recipe.with_note("processes", warning))
+    if warning:
+        callbacks.warning(warning)
+    notes = [note for note in (built.step.update.how_sent, warning) if note]
+    return replace(built, recipe=built.recipe.with_note("processes", "; ".join(notes))) if notes else built
 
 
 def agree(ranks: Ranks, refusal: BrimfulError | None = None) -> None:

@@ -55,7 +55,8 @@ def update_part(
     steps: () how many it has had, with this one. rate, scale, skipped: (), fp32, read on the device: the learning
     rate, what gradients are divided by, and whether nothing is to change, if not 0. betas: above 0.
     """
+    rests = (1 - betas[0], 1 - betas[1])
     adamw_part[(num_tiles(weight.numel(), _BLOCK),)](
-        weight, gradient, *moments, steps, rate, scale, skipped, weight.numel(), decay, *(1 - beta for beta in betas), epsilon,
+        weight, gradient, *moments, steps, rate, scale, skipped, weight.numel(), decay, *rests, epsilon,
         LOG_BETA1=log(betas[0]), LOG_BETA2=log(betas[1]), SIZE=_BLOCK,
     )  # fmt: skip

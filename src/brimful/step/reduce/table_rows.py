@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from brimful.core.errors import DeviceError, first_line
 from brimful.hardware.capture import is_capturing
 from brimful.hardware.memory import release_unused
 from brimful.hardware.peers import PeerMemory, Peers
@@ -23,17 +24,25 @@ from brimful.models.tensor_plan import local
 
 #: Tokens that room is made for, as times those of the micro-batch that needs it: sizes of one run differ by less.
 _ROOM = 2
-#: Least bytes of a table that rows are read of. Others have hardly more rows than a pass has tokens.
+#: Least bytes of a table that rows are read of: others are put together in less time than processes take to meet.
 _LEAST_BYTES = 64 << 20
+#: Least rows of a table for each token of all processes' passes. A token takes 8 bytes a number to read and to sum in
+#: fp32, in each process; a table that is put together in half precision 6 for each row, there and back.
+_ROWS_A_TOKEN = 2
 
 
-def reads_rows(module: nn.Module, kind: type) -> bool:
-    """Return whether a module is a large table, and a plain one: a row is the same wherever it is looked up. kind: its
-    class before FSDP2 changed it."""
-    if kind is not nn.Embedding or not isinstance(module, nn.Embedding):
+def reads_rows(module: nn.Module, kind: type, num_tokens: int) -> bool:
+    """Return whether a module is a large table, and a plain one: a row is the same wherever it is looked up.
+
+    kind: its class before FSDP2 changed it. num_tokens: most of all processes' passes together, 0 where their shapes
+    differ, and rows cannot be read.
+    """
+    if not num_tokens or kind is not nn.Embedding or not isinstance(module, nn.Embedding):
         return False
-    plain = module.max_norm is None and not (module.sparse or module.scale_grad_by_freq)
-    return plain and module.weight.numel() * module.weight.element_size() >= _LEAST_BYTES
+    if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+        return False
+    is_large = module.weight.numel() * module.weight.element_size() >= _LEAST_BYTES
+    return is_large and module.num_embeddings >= _ROWS_A_TOKEN * num_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +120,17 @@ class TableRows:
         return summed
 
     def _make_room(self, count: int) -> None:
-        """Have memory for gradients of so many words."""
+        """Have memory for gradients of so many words. Raises: torch.OutOfMemoryError in all processes."""
         if self._rooms and len(self._rooms[-1].words.own) > count:
             return
         if is_capturing():
             raise RuntimeError("a pass is captured that has more words than any before")
         release_unused(self._weights.own.device)
-        words = self._peers.zeros(_ROOM * count + 1, torch.int64)
-        gradients = self._peers.zeros(_ROOM * count * self._width, self._weights.own.dtype)
+        try:
+            words = self._peers.zeros(_ROOM * count + 1, torch.int64)
+            gradients = self._peers.zeros(_ROOM * count * self._width, self._weights.own.dtype)
+        except DeviceError as error:  # in all processes: here there was memory that GPUs reach, and it is gone
+            raise torch.OutOfMemoryError(f"CUDA out of memory: {first_line(error)}") from error
         self._rooms.append(_Room(words=words, gradients=gradients))
 
 

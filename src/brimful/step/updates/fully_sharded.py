@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,8 +54,9 @@ class FullyShardedUpdate(PartsUpdate):
     find_peers: Callable[[Ranks, torch.device], tuple[Peers | None, str]] | None = None
     #: Whether to end where there is none, and not to send: by the process that leads.
     must_copy = False
-    #: Whether passes of all processes have the same shapes, as packed ones do: of large tables rows are then read.
-    same_shapes = False
+    #: Most tokens of a pass, where passes of all processes have the same shapes, as packed ones do: rows of large
+    #: tables are then read. 0 where they differ. That of the process that leads counts.
+    pass_tokens = 0
 
     def __init__(
         self, model: nn.Module, schedule: Tensor, *, offload: bool, product_dtype: torch.dtype | None = None,
@@ -85,20 +87,31 @@ class FullyShardedUpdate(PartsUpdate):
         peers, warning = peers_for(self.find_peers, self._shared_ranks, self.device, must=self.must_copy)
         if peers is None:
             return warning
-        try:
-            if self._shared_ranks.spread("rows" if self.same_shapes else ""):
-                self._read_rows(peers)
-            for modules in self._roots:
-                send_by_copies(modules, peers, self._shared_ranks, layers=self._layers)
-        except DeviceError as error:  # in all processes
-            if self._shared_ranks.spread("must" if self.must_copy else ""):
-                raise
-            return f"weights are sent by NCCL, or some of them: {first_line(error)}; --no-peer-copies does not try"
-        return ""
+        failed: DeviceError | None = None
+        ways: list[Callable[[], None]] = [partial(self._read_rows, peers)]
+        ways += [
+            partial(send_by_copies, modules, peers, self._shared_ranks, layers=self._layers) for modules in self._roots
+        ]
+        for way in ways:
+            try:
+                way()
+            except DeviceError as error:  # in all processes; what the others do not need may have place
+                failed = failed or error
+        if failed is None:
+            return ""
+        if self._shared_ranks.spread("must" if self.must_copy else ""):
+            raise failed
+        return f"weights are sent by NCCL, or some of them: {first_line(failed)}; --no-peer-copies does not try"
+
+    @property
+    def how_sent(self) -> str:
+        """As `Update` has it."""
+        return "rows of large tables of words are read where they are" if self._tables else ""
 
     def _read_rows(self, peers: Peers) -> None:
         """Have rows of large tables read, which are not put together any more."""
-        for table in [each for each in self._roots[0] if reads_rows(each, self._classes[each])]:
+        num_tokens = self._shared_ranks.count * int(self._shared_ranks.spread(str(self.pass_tokens)))
+        for table in [each for each in self._roots[0] if reads_rows(each, self._classes[each], num_tokens)]:
             rows = TableRows(table, peers, self._shared_ranks)  # type: ignore[arg-type]
             forget_cut(table, self._classes[table])
             table.forward, self._tables[table] = rows, rows

@@ -125,7 +125,8 @@ class PartsUpdate(Update):
             weights = [parts[i] for i in chosen]
             found = ((gradients.get(i), weight) for i, weight in zip(chosen, weights, strict=True))
             given = [torch.zeros_like(w) if gradient is None else gradient.contiguous() for gradient, w in found]
-            told = {"weight_decay": decay, "maximize": False, "grad_scale": scale, "found_inf": skipped}
+            told: dict[str, Any] = {"weight_decay": decay, "maximize": False, "grad_scale": scale}
+            told["found_inf"] = skipped
             if self._kind == "adamw":
                 self._adamw(chosen, weights, given, rate, told)
                 continue
@@ -149,10 +150,10 @@ class PartsUpdate(Update):
             else:
                 left.append((weight, gradient, first, second, self._steps[index]))
         if left:
-            *tensors, steps = (list(each) for each in zip(*left, strict=True))
+            some, given, first_moments, second_moments, steps = (list(each) for each in zip(*left, strict=True))
             torch._fused_adamw_(
-                *tensors, [], steps, lr=rate, beta1=self._betas[0], beta2=self._betas[1], eps=self._epsilon,
-                amsgrad=False, **told,
+                some, given, first_moments, second_moments, [], steps, lr=rate, beta1=self._betas[0],
+                beta2=self._betas[1], eps=self._epsilon, amsgrad=False, **told,
             )  # fmt: skip
 
     def abandon(self) -> None:
@@ -241,7 +242,11 @@ def _is_for_kernel(*tensors: Tensor) -> bool:
     """Return whether our kernel updates a part: large, contiguous, in fp32, on a GPU, with Triton there."""
     if part_adamw is None or tensors[0].numel() < _LEAST_OF_KERNEL:
         return False
-    return all(each.is_cuda and each.dtype == torch.float32 and each.is_contiguous() for each in tensors)
+    return all(_on_gpu(each) and each.dtype == torch.float32 and each.is_contiguous() for each in tensors)
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def sum_together(ranks: Ranks, tensors: Sequence[Tensor]) -> None:

@@ -113,6 +113,11 @@ class Update:
         Unless overridden, nothing."""
         return ""
 
+    @property
+    def how_sent(self) -> str:
+        """What a recipe adds to how weights are sent, once processes have met. Unless overridden, nothing."""
+        return ""
+
     def begin(self) -> None:
         """Prepare for a step, on the host, before anything of it is launched. Unless overridden, nothing."""
 
