@@ -1,6 +1,6 @@
 """SIGKILL, SIGSTOP and SIGTERM of one random process of several at random moments: named, resumed, the same weights.
 
-make test      one at a chosen step
+make thorough  one at a chosen step
 make faults    the campaign; BRIMFUL_RANK_KILLS=50, which SIGTERMs are not counted among, and BRIMFUL_SEED=7 change its
                size and repeat its moments
 
@@ -39,7 +39,7 @@ LEARNING = [
 ]
 #: Of the campaign: three and one of five.
 SENT = (signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGSTOP, signal.SIGTERM)
-SHARDINGS = ("none", "states")
+SHARDINGS = ("none", "states", "gradients", "parameters")
 #: Seconds within which the others must have named the one that is gone, and ended.
 WITHIN_S = 10.0
 #: Seconds in which a checkpoint is begun, if a strike is to come while one is written.
@@ -170,7 +170,7 @@ class Campaign:
             processes = started(self.asked(fixed, sharding), output, logs, count)
             if not struck_now:
                 assert processes.results() == [0] * count
-                say(f"{'':5}  {number:4}  {'':4}  {count:2}  {sharding:<6}  {'':4}  {'':<8}  done")
+                say(f"{'':5}  {number:4}  {'':4}  {count:2}  {sharding:<10}  {'':4}  {'':<8}  done")
                 break
             if not self.strike(number, processes, output, sharding):
                 break
@@ -199,7 +199,7 @@ class Campaign:
         self.while_writing += bool(begun)
         there = " ".join(map(str, checkpoints(output))) or "none"
         there += f", {begun} half written" if begun else ""
-        at = f"{self.strikes:5}  {number:4}  {step:4}  {count:2}  {sharding:<6}  {rank:4}  {sent.name:<8}"
+        at = f"{self.strikes:5}  {number:4}  {step:4}  {count:2}  {sharding:<10}  {rank:4}  {sent.name:<8}"
         say(f"{at}  {found:<20}  {there}")
         return True
 
