@@ -49,6 +49,7 @@ FOREIGN = {
     "--wrap",
     "--nproc-per-node",
     "--requeue",
+    "--kill-on-bad-exit",
     "--signal",
     "--ntasks-per-node",
     "--gpus-per-node",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from brimful.core.errors import DeviceError, OptionError
+from brimful.core.errors import DeviceError, MeetingError, OptionError
 from brimful.core.options.train import TrainOptions
 from brimful.core.place import Place, find_address, find_place
 from brimful.hardware import meeting
@@ -97,9 +97,16 @@ def test_two_first_processes(tmp_path: Path, before: int) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_where_nobody_is(address: str) -> None:
-    with pytest.raises(DeviceError, match=f"^process 0, or its launcher, is not reached at {address}: "):
+@pytest.mark.parametrize("host", ["127.0.0.1", "nowhere.invalid"])
+def test_where_nobody_is(
+    host: str, address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process that waits says so: no other one knows of it."""
+    monkeypatch.setenv("MASTER_ADDR", host)
+    where = address.replace("127.0.0.1", host)
+    with pytest.raises(MeetingError, match=f"^process 0, or its launcher, is not reached at {where}: "):
         open_store(Place(rank=1, count=2))
+    assert f"warning: process 1 of 2 waits for process 0 at {where}, for up to 10 min: " in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

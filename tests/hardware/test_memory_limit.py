@@ -1,4 +1,4 @@
-"""What a limit of memory leaves torch, on a GPU that is pretended."""
+"""A limit of memory, and room that it leaves, on a GPU that is pretended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MB = 1 << 20
 
 @pytest.fixture
 def fractions(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Of a GPU of 8,000 MB, of which the process has 700, 100 of them torch's: what torch is given from then on."""
+    """Parts that torch is given of a GPU of 8,000 MB, of which the process has 700, 100 of them torch's."""
     found: list[float] = []
 
     class Properties:

@@ -21,7 +21,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from brimful.cli.launch import LIFELINE, launch, number_of, watch_launcher
-from brimful.core.errors import BrimfulError, Interrupted, OptionError, RanksError, did_you_mean, printable
+from brimful.core.errors import (
+    BrimfulError,
+    Interrupted,
+    MeetingError,
+    OptionError,
+    RanksError,
+    did_you_mean,
+    printable,
+)
 from brimful.core.place import LAUNCHED, Place, find_place
 
 #: Seconds in which the leader will have said what all processes have found wrong.
@@ -231,6 +239,8 @@ def _follow(name: str, options: Any) -> int:
         run: Any = (commands | {"profile": profile})[name]
         run(options, Callbacks())
     except BrimfulError as error:
+        if isinstance(error, MeetingError):  # the leader does not hear of it
+            return _fail(str(error), error.hint or "", error.exit_code)
         if isinstance(error, RanksError) and error.lost == 0 and find_place().rank == 1:  # the leader cannot
             return _fail(str(error), error.hint or "", error.exit_code)
         return error.exit_code if isinstance(error, RanksError) else _after_the_leader(error)

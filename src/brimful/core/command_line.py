@@ -41,6 +41,14 @@ def command_of(command: str, options: Any) -> str:
     return shlex.join(["brimful", command, *given, *words])
 
 
+def launched(command: str, count: int, local_count: int) -> str:
+    """Return a command as torchrun starts it in `count` processes, `local_count` of them on each host; itself for one."""
+    if count == 1:
+        return command
+    hosts = f"--nnodes {count // local_count} " if count > local_count else ""
+    return f"torchrun {hosts}--nproc-per-node {local_count} -m {command}"
+
+
 def _is_default(options: Any, field: dataclasses.Field[Any]) -> bool:
     """True for a value that an option has without its flag, as the options make it of `auto`."""
     if field.default is dataclasses.MISSING:

@@ -9,6 +9,7 @@
     │   │   └── HalfPrecisionError 2   the model's own code has no half precision
     │   ├── OutputError           2    the output folder, or the disk under it
     │   └── DeviceError           2    a device that is not there or cannot do it
+    │       └── MeetingError      2    a process of several that does not come to the others
     ├── NonFiniteError            3    training stopped after too many non-finite steps
     ├── DiskFullError             4    the disk filled up while running; the last checkpoint is whole
     ├── CheckpointError           5    no checkpoint can be resumed from
@@ -144,6 +145,10 @@ class OutputError(InputError):
 
 class DeviceError(InputError):
     """A device that is not there, or cannot do what was asked."""
+
+
+class MeetingError(DeviceError):
+    """A process of several that does not come to the others: it alone can say why."""
 
 
 class NonFiniteError(BrimfulError):

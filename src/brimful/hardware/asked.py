@@ -41,4 +41,4 @@ def check_same(asked: Sequence[Mapping[str, str]]) -> None:
 
 
 def _shown(value: str | None) -> str:
-    return "missing" if value is None else printable(value, 80)
+    return "not given" if value in (None, "None") else printable(value, 80)

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,14 +16,14 @@ from typing import Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
-from brimful.core.errors import DeviceError, first_line, listed
+from brimful.core.errors import DeviceError, MeetingError, first_line, listed
 from brimful.core.place import Place, find_address
 from brimful.hardware.asked import check_same
 from brimful.hardware.watch import Watch
 
 #: Time for all processes to come.
 MEETING = timedelta(minutes=10)
-#: Seconds until the first process says who has not come, and between two looks.
+#: Seconds until the first process says who has not come, or another that it waits for the first, and between two looks.
 _PATIENCE_S, _LOOK_S = 30.0, 0.05
 #: Most seconds to leave word that this process does not come: the first one may be slow to start, or end as this does.
 _WORD_S = 30.0
@@ -48,7 +49,7 @@ def store_is_launchers() -> bool:
 def open_store(place: Place) -> Any:
     """Return a connection to the store at `find_address`.
 
-    Waits for whoever has the store, and for nobody else. Raises: DeviceError.
+    Waits for whoever has the store, and for nobody else. Raises: DeviceError; MeetingError where nobody has it.
     """
     host, port = find_address()
     if not port.isdigit() or not host:
@@ -58,6 +59,8 @@ def open_store(place: Place) -> Any:
     if key in _STORES:
         return _STORES[key]
     is_first = place.leads and not store_is_launchers()
+    if not is_first:
+        _wait_for_store(place, host, int(port))
     try:
         store = TCPStore(
             host, int(port), place.count, is_first, timeout=MEETING, wait_for_workers=False, multi_tenant=is_first
@@ -65,11 +68,37 @@ def open_store(place: Place) -> Any:
     except (RuntimeError, ValueError) as error:
         if is_first:
             _check_first(place, host, int(port))
-        where = "the store of the processes" if is_first else "process 0, or its launcher, is not reached"
-        hint = "see that MASTER_ADDR is this host, and give a MASTER_PORT that nothing uses" if is_first else _HINT
-        raise DeviceError(f"{where} at {host}:{port}: {first_line(error)}", hint=hint) from error
+            hint = "see that MASTER_ADDR is this host, and give a MASTER_PORT that nothing uses"
+            raise DeviceError(f"the store of the processes at {host}:{port}: {first_line(error)}", hint=hint) from error
+        raise _not_reached(host, port, first_line(error)) from error
     _STORES[key] = store
     return store
+
+
+def _wait_for_store(place: Place, host: str, port: int) -> None:
+    """Wait until somebody listens where the processes meet, and say so if it takes long: no other process can.
+
+    Raises: MeetingError.
+    """
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((host, port), 2.0).close()
+            return
+        except OSError as error:  # also a name that is not known: that of a host that is about to start
+            why = error.strerror or str(error)
+        waited_s = time.monotonic() - began
+        if waited_s > _PATIENCE_S and not told:
+            told, own = True, f"process {place.rank} of {place.count}"
+            said = f"warning: {own} waits for process 0 at {host}:{port}, for up to 10 min: {why}"
+            print(said, file=sys.stderr, flush=True)
+        if waited_s > MEETING.total_seconds():
+            raise _not_reached(host, str(port), why)
+        time.sleep(10 * _LOOK_S)
+
+
+def _not_reached(host: str, port: str, why: str) -> MeetingError:
+    return MeetingError(f"process 0, or its launcher, is not reached at {host}:{port}: {why}", hint=_HINT)
 
 
 def _check_first(place: Place, host: str, port: int) -> None:
@@ -168,13 +197,13 @@ def meet(
     try:
         if (first := store.compare_set(f"number/{place.rank}", "", own).decode()) != own:
             hint = "give each process a RANK of its own, as torchrun does"
-            raise DeviceError(f"another process is number {place.rank} of {place.count}: {first}", hint=hint)
+            raise MeetingError(f"another process is number {place.rank} of {place.count}: {first}", hint=hint)
         store.set(f"asked/{place.rank}", json.dumps(dict(asked or {})))
         watch.announce()
         _wait_for_all(store, watch, place, note)
         texts = store.multi_get([f"asked/{rank}" for rank in range(place.count)])
     except RuntimeError as error:
-        raise DeviceError(f"process 0 is gone before all had met: {first_line(error)}", hint=_HINT) from error
+        raise MeetingError(f"process 0 is gone before all had met: {first_line(error)}", hint=_HINT) from error
     check_same([json.loads(text) for text in texts])
 
 

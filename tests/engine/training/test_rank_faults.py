@@ -257,7 +257,7 @@ def header(seed: int, wanted: int, typical_s: float, weights: str) -> str:
         f" SIGSTOPs, a run alone takes {typical_s:.2f} s; torch {torch.__version__},"
         f" {platform.system()} {platform.machine()}\n"
         f"weights of the run left alone: SHA-256 {weights}\n\n"
-        " strike  run  step   of  sharding  rank  signal    then                  checkpoints there"
+        " strike  run  step   of  sharding    rank  signal    then                  checkpoints there"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,9 +65,25 @@ def test_other_work(
         return run([*words, "--device", "cpu", "--batch-size", "8", "--eval-split", "0", "--learning-rate", "1e-3"])
 
     both = Forked(tmp_path / "logs", 2, work)
-    assert both.exit_codes() == ([7, 2] if "output" in given else [2, 2])
+    assert both.exit_codes() == [2, 2]
     assert said in both.said(0)
     assert "output" in given or [each.name for each in (tmp_path / "run").glob("*")] in ([], [".lock"])
+
+
+@pytest.mark.thorough
+def test_a_second_process_of_one_number_says_so(files: Path, tmp_path: Path) -> None:
+    """It alone knows; the others train."""
+
+    def work(place: Place) -> int:
+        os.environ |= {"WORLD_SIZE": "2", "RANK": str(min(place.rank, 1)), "LOCAL_RANK": str(min(place.rank, 1))}
+        words = ["train", str(files / "rows.jsonl"), "--model", str(files / "model"), "--output", str(tmp_path / "run")]
+        return run([*words, "--device", "cpu", "--batch-size", "8", "--max-steps", "2", "--no-baselines"])
+
+    three = Forked(tmp_path / "logs", 3, work)
+    first, *both = three.exit_codes()
+    assert (first, sorted(both)) == (0, [0, 2])
+    second = 1 + both.index(2)
+    assert "error: another process is number 1 of 2: " in three.said(second)
 
 
 @dataclass

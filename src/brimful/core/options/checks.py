@@ -291,11 +291,11 @@ def check_claim(options: Any) -> None:
 
 
 def check_gpus(gpus: str | None, device: str) -> None:
-    """Check that --gpus is a number or `all`, and goes with the device."""
+    """Check that --gpus is `all` or a number above 0, and goes with the device."""
     if gpus is None:
         return
     if gpus != "all" and not (gpus.isascii() and gpus.isdigit() and int(gpus) > 0):
-        raise OptionError(f"--gpus is '{printable(gpus)}': it must be a number or all", hint="as in --gpus 2")
+        raise OptionError(f"--gpus is '{printable(gpus)}': it must be all, or 1 or more", hint="as in --gpus 2")
     if device == "cpu":
         hint = "leave one out; torchrun --nproc-per-node 2 -m brimful ... starts two processes on a CPU"
         raise OptionError(f"--gpus {gpus} and --device cpu are both given", hint=hint)

@@ -30,7 +30,7 @@ from brimful.engine.training.checkpoint import checkpoint_path, load_checkpoint
 from brimful.engine.training.checkpoint_writer import PartWriter
 from brimful.engine.training.orders import Order, own_work
 from brimful.engine.training.run_folder import RunFolder
-from brimful.engine.training.same_path import build_led, check_seen
+from brimful.engine.training.same_path import build_led
 from brimful.hardware.ranks import Ranks, digest
 from brimful.levers.precision import choose_precision
 from brimful.measurement.memory import MemoryWatch
@@ -66,8 +66,8 @@ def _take_part(options: TrainOptions, device: torch.device, ranks: Ranks) -> Non
     order, _ = ranks.hear()
     if order == Order.END:
         return
-    check_seen(Path(options.output))
-    built = build_led(ranks.spread(), options, prepared, precision, callbacks, phases, ranks)
+    folder = Path(options.output)
+    built = build_led(ranks.spread(), options, prepared, precision, callbacks, phases, ranks, folder)
     _Follower(options, prepared, built, ranks).run()
 
 

@@ -122,11 +122,11 @@ def check_made_of(path: str, prepared: Prepared, built: Built) -> None:
 
 def build_led(
     path: str, options: TrainOptions, prepared: Prepared, precision: Precision, callbacks: Callbacks,
-    phases: Phases | None, ranks: Ranks,
+    phases: Phases | None, ranks: Ranks, folder: Path | None = None,
 ) -> Built:  # fmt: skip
     """Build a run that goes the leader's way, whose step all processes have met for.
 
-    Raises: what `build`, `with_sizes`, `check_kernels` and `check_made_of` raise, and `agree`.
+    folder: of the run, which all must see. Raises: what `build`, `with_sizes`, `check_kernels` and `check_made_of` raise, and `agree`.
     """
     told = options_of(path, options)
     if told.options.precision != options.precision:
@@ -135,15 +135,17 @@ def build_led(
         told.options, prepared, precision, callbacks, phases, eager_attention=told.eager_attention,
         attention=told.attention, ranks=ranks,
     )  # fmt: skip
-    built = _on_path(path, prepared, built, ranks)
+    built = _on_path(path, prepared, built, ranks, folder)
     built.step.meet()
     return built
 
 
-def _on_path(path: str, prepared: Prepared, built: Built, ranks: Ranks) -> Built:
+def _on_path(path: str, prepared: Prepared, built: Built, ranks: Ranks, folder: Path | None) -> Built:
     """Return the run with the leader's sizes, once all processes have found that they can go its way."""
     refusal: BrimfulError | None = None
     try:
+        if folder is not None:
+            check_seen(folder)
         built = with_sizes(path, built)
         check_kernels(path, built)
         check_made_of(path, prepared, built)
@@ -179,7 +181,9 @@ def agree(ranks: Ranks, refusal: BrimfulError | None = None) -> None:
         ranks.end_orders()
         rank = refused.index(True)
         why = board.find(f"refusal/{rank}") or "it cannot take this process's way"
-        raise DataError(f"process {rank}: {why}", hint="give all processes the same files")
+        raise DataError(
+            f"process {rank}: {why}", hint="give all processes the same files, and an --output that all see"
+        )
 
 
 def check_seen(folder: Path) -> None:

@@ -216,6 +216,7 @@ def _built(
     if ranks.reachable:
         ranks.tell(Order.BUILD)
         ranks.spread(path_of(prepared, built))
+        callbacks.stage("waiting for the other processes")
         agree(ranks)
         try:
             built = met(built, callbacks)
