@@ -17,7 +17,7 @@ from brimful.core import atomic_files
 from brimful.core.bench import Bench
 from brimful.core.callbacks import Callbacks, PythonWarnings, warn_caller
 from brimful.core.classification import Classification
-from brimful.core.command_line import command_of
+from brimful.core.command_line import command_of, launched
 from brimful.core.errors import DataError, DiskFullError, OptionError, OutputError, did_you_mean, printable
 from brimful.core.evaluation import Evaluation
 from brimful.core.options.bench import BenchOptions
@@ -27,7 +27,7 @@ from brimful.core.options.export import ExportOptions
 from brimful.core.options.profile import ProfileOptions, flags_of
 from brimful.core.options.train import TrainOptions
 from brimful.core.phases import Phases
-from brimful.core.place import check_launched, find_place
+from brimful.core.place import check_launched, find_local_count, find_place
 from brimful.core.profile import Profile
 from brimful.core.records import Run, json_text
 from brimful.core.trackers import check_trackers
@@ -122,7 +122,10 @@ def run_training(
         check_push(options.push_to_hub)
     trackers = TrackerProcesses(options.report_to, stage=callbacks.stage)
     given: Any = {"callbacks": callbacks, "phases": phases, "tables": tables, "trackers": trackers}
-    run = _train(options, command=command_of("train", options), **given)
+    command = command_of("train", options)
+    if options.gpus is None and options.launcher == "none":
+        command = launched(command, find_place().count, find_local_count())
+    run = _train(options, command=command, **given)
     for name, url in trackers.pages().items():
         callbacks.note(f"{name}: {url}")
     if options.dry_run:

@@ -77,6 +77,11 @@ class DataParallel(Lever):
                 f"{assembly.num_ranks} processes cannot take this run's steps: {verdict.because}",
                 hint="start one process",
             )
+        if options.batch_size < groups:
+            assembly.warn(
+                f"a batch has {options.batch_size} row{'s' * (options.batch_size > 1)} for {groups} processes: the"
+                " others have no work; raise --batch-size"
+            )
         half, overlap = options.reduce_dtype == "bf16", not _runs_layers_twice(assembly)
         copies, why_sent = _copies(assembly)
         reason = "started by a launcher; each takes a share of a batch's tokens, and gradients are summed"

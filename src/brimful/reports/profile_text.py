@@ -37,6 +37,8 @@ def _step(profile: Profile) -> str:
         f" ({share_text(profile.rates.fill)} filled), {work.micro_batches:.3g} {noun}",
         f"  {count_text(profile.rates.samples_per_s)} samples/s, {count_text(profile.rates.tokens_per_s)} tokens/s",
     ]
+    if profile.communication is not None:
+        lines[-1] += f", of process 0 alone; {profile.communication.processes} share a batch"
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""AdamW of parts: which of them our kernel updates, beside torch's own on the same weights."""
+"""AdamW of parts by our kernel and by torch's, beside torch's own on the same weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = (40, 3)
 def test_large_parts_are_our_kernels(
     betas: tuple[float, float], ours: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where betas are above 0; small ones are torch's."""
+    """With betas above 0; small ones are torch's."""
     torch.manual_seed(0)
     monkeypatch.setattr(parts, "_LEAST_OF_KERNEL", 10)
     monkeypatch.setattr(parts, "_on_gpu", lambda _: True)

@@ -115,7 +115,7 @@ class Update:
 
     @property
     def how_sent(self) -> str:
-        """What a recipe adds to how weights are sent, once processes have met. Unless overridden, nothing."""
+        """Words that a recipe adds on how weights are sent, once processes have met. Unless overridden, none."""
         return ""
 
     def begin(self) -> None:
