@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from brimful.core.command_line import command_of
+from brimful.core.command_line import command_of, launched
 from brimful.core.errors import OptionError
 from brimful.core.options.checks import flag
 from brimful.core.options.profile import NOT_OF_A_STEP, ProfileOptions, flags_of
@@ -235,3 +235,11 @@ def test_optimizers_without_a_schedule_have_none_unless_asked(asked: dict[str, A
 def test_the_command_line_has_what_is_not_chosen_without_it(asked: dict[str, Any], shown: str) -> None:
     options = TrainOptions(data="d", model="m", output="o", **asked)
     assert command_of("train", options) == f"brimful train d --model m --output o{shown}"
+
+
+@pytest.mark.parametrize(
+    ("count", "local", "shown"),
+    [(1, 1, ""), (2, 2, "torchrun --nproc-per-node 2 -m "), (8, 4, "torchrun --nnodes 2 --nproc-per-node 4 -m ")],
+)
+def test_a_command_of_several_processes_is_torchruns(count: int, local: int, shown: str) -> None:
+    assert launched("brimful train d", count, local) == f"{shown}brimful train d"

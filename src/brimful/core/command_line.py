@@ -42,7 +42,7 @@ def command_of(command: str, options: Any) -> str:
 
 
 def launched(command: str, count: int, local_count: int) -> str:
-    """Return a command as torchrun starts it in `count` processes, `local_count` of them on each host; itself for one."""
+    """Return a command as torchrun starts it in `count` processes, `local_count` on each host; for one as it is."""
     if count == 1:
         return command
     hosts = f"--nnodes {count // local_count} " if count > local_count else ""

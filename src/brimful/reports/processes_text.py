@@ -28,7 +28,7 @@ def processes_text(found: Processes) -> str:
     if (rank := nearest_limit(found)) is not None:
         each = found.each[rank]
         what = "had the most memory" if each.limit_bytes is None else "came the nearest to its memory's limit"
-        said.append(f"process {rank} {what}: {_memory(each)}")
+        said.append(f"process {rank} {what} while training: {_memory(each)}")
     return "; ".join(said)
 
 

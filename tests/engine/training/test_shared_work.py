@@ -42,10 +42,11 @@ def test_the_process_nearest_its_limit_is_named() -> None:
 
     small, large = PeakMemory(allocated=1 << 30, reserved=2 << 30, nvml=3 << 30), PeakMemory(reserved=5 << 30)
     found = Processes(imbalance=1.0, each=(work(large, 80 << 30), work(small, 4 << 30)))
-    assert "process 1 came the nearest to its memory's limit: 3.0 GiB of 4.0 GiB" in processes_text(found)
+    said = "process 1 came the nearest to its memory's limit while training: 3.0 GiB of 4.0 GiB"
+    assert said in processes_text(found)
     assert [row[-1] for row in processes_rows(found)] == ["5.0 GiB of 80.0 GiB", "3.0 GiB of 4.0 GiB"]
     on_host = Processes(imbalance=1.0, each=tuple(work(PeakMemory(resident=n << 30), None) for n in (1, 2)))
-    assert processes_text(on_host).endswith("process 1 had the most memory: 2.0 GiB")
+    assert processes_text(on_host).endswith("process 1 had the most memory while training: 2.0 GiB")
 
 
 def test_a_beat_keeps_its_memory() -> None:

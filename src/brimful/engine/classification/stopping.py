@@ -11,7 +11,7 @@ from brimful.hardware.meeting import store_is_launchers
 from brimful.hardware.ranks import Ranks
 
 #: Seconds until it is known that another process is gone, where a launcher then ends the others.
-_VERDICT_S = 1.5
+_VERDICT_S = 4.0
 
 
 class _Stopped(Exception):  # noqa: N818  (it is not an error)

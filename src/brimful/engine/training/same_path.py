@@ -126,7 +126,8 @@ def build_led(
 ) -> Built:  # fmt: skip
     """Build a run that goes the leader's way, whose step all processes have met for.
 
-    folder: of the run, which all must see. Raises: what `build`, `with_sizes`, `check_kernels` and `check_made_of` raise, and `agree`.
+    folder: of the run, which all must see. Raises: what `build`, `check_seen`, `with_sizes`, `check_kernels` and
+    `check_made_of` raise, and `agree`.
     """
     told = options_of(path, options)
     if told.options.precision != options.precision:
