@@ -2,8 +2,8 @@
 
     python benchmarks/several_gpus/starts.py --output benchmarks/several_gpus/DATE-GPU-starts --budget-s 580
 
-BERT-base with random weights on the packaged tweets, for each way to cut what is kept 20 starts of `brimful train`. What
-is in the raw log is not done again; wall_s of a row is the whole start. Needs two NVIDIA GPUs, the extra demo and
+BERT-base with random weights on the packaged tweets, for each way to cut what is kept 20 starts of `brimful train`.
+What is in the raw log is not done again; wall_s of a row is the whole start. Needs two NVIDIA GPUs, the extra demo and
 nothing from a network; --smoke is a tiny model on a CPU.
 """
 

@@ -239,7 +239,7 @@ def test_the_command_line_has_what_is_not_chosen_without_it(asked: dict[str, Any
 
 @pytest.mark.parametrize(
     ("count", "local", "shown"),
-    [(1, 1, ""), (2, 2, "torchrun --nproc-per-node 2 -m "), (8, 4, "torchrun --nnodes 2 --nproc-per-node 4 -m ")],
+    [(1, 1, ""), (2, 2, "torchrun --nproc-per-node 2 -m "), (8, 4, ""), (8, 1, ""), (2, 0, "")],
 )
 def test_a_command_of_several_processes_is_torchruns(count: int, local: int, shown: str) -> None:
     assert launched("brimful train d", count, local) == f"{shown}brimful train d"

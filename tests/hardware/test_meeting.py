@@ -6,6 +6,8 @@ import itertools
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +20,7 @@ from brimful.core.options.train import TrainOptions
 from brimful.core.place import Place, find_address, find_place
 from brimful.hardware import meeting
 from brimful.hardware.asked import asked_of, check_same
-from brimful.hardware.meeting import coming, meet, next_meeting, open_store
+from brimful.hardware.meeting import coming, entered, meet, next_meeting, open_store
 from brimful.hardware.pulse import Pulse
 from brimful.hardware.ranks import joined
 from brimful.hardware.watch import Watch
@@ -106,7 +108,10 @@ def test_where_nobody_is(
     where = address.replace("127.0.0.1", host)
     with pytest.raises(MeetingError, match=f"^process 0, or its launcher, is not reached at {where}: "):
         open_store(Place(rank=1, count=2))
-    assert f"warning: process 1 of 2 waits for process 0 at {where}, for up to 10 min: " in capsys.readouterr().err
+    assert (
+        f"warning: process 1 of 2 waits for process 0, or its launcher, at {where}, for up to 10 min: "
+        in capsys.readouterr().err
+    )
 
 
 def test_a_port_that_is_taken(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,10 +124,36 @@ def test_a_port_that_is_taken(address: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert caught.value.hint == "see that MASTER_ADDR is this host, and give a MASTER_PORT that nothing uses"
 
 
-def test_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MASTER_PORT")
-    with pytest.raises(DeviceError, match="MASTER_PORT= do not say where the processes meet"):
+@pytest.mark.parametrize("port", ["", "99999", "many"])
+def test_no_port(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", port)
+    with pytest.raises(MeetingError, match=f"MASTER_PORT={port} do not say where the processes meet"):
         open_store(FIRST)
+
+
+def test_an_address_that_can_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not waited for: it will never be known."""
+    monkeypatch.setenv("MASTER_ADDR", "a..b")
+    with pytest.raises(MeetingError, match=r"process 0, or its launcher, is not reached at a\.\.b:"):
+        open_store(Place(rank=1, count=2))
+
+
+def test_what_a_process_cannot_enter_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who wait for it hear of it, and not of what goes wrong within."""
+    told: list[str] = []
+    monkeypatch.setattr(meeting, "tell_failure", lambda place, error: told.append(str(error)))
+
+    @contextmanager
+    def limited(limit: str) -> Iterator[None]:
+        if limit == "low":
+            raise OptionError("too low")
+        yield
+
+    with pytest.raises(OptionError), entered(FIRST, limited("low")):
+        pass
+    with pytest.raises(OptionError), entered(FIRST, limited("high")):
+        raise OptionError("later")
+    assert told == ["too low"]
 
 
 def test_tasks_of_srun_meet_without_an_address(tmp_path: Path) -> None:

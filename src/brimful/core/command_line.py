@@ -42,11 +42,9 @@ def command_of(command: str, options: Any) -> str:
 
 
 def launched(command: str, count: int, local_count: int) -> str:
-    """Return a command as torchrun starts it in `count` processes, `local_count` on each host; for one as it is."""
-    if count == 1:
-        return command
-    hosts = f"--nnodes {count // local_count} " if count > local_count else ""
-    return f"torchrun {hosts}--nproc-per-node {local_count} -m {command}"
+    """Return a command as torchrun starts it in several processes of one host. For one process, and for several hosts
+    (`count` is not `local_count`), it is as it is: a launcher has what only it knows."""
+    return f"torchrun --nproc-per-node {count} -m {command}" if count == local_count > 1 else command
 
 
 def _is_default(options: Any, field: dataclasses.Field[Any]) -> bool:

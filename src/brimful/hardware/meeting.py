@@ -10,9 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
@@ -20,6 +20,8 @@ from brimful.core.errors import DeviceError, MeetingError, first_line, listed
 from brimful.core.place import Place, find_address
 from brimful.hardware.asked import check_same
 from brimful.hardware.watch import Watch
+
+T = TypeVar("T")
 
 #: Time for all processes to come.
 MEETING = timedelta(minutes=10)
@@ -52,9 +54,9 @@ def open_store(place: Place) -> Any:
     Waits for whoever has the store, and for nobody else. Raises: DeviceError; MeetingError where nobody has it.
     """
     host, port = find_address()
-    if not port.isdigit() or not host:
+    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16) or not host:
         hint = "export MASTER_ADDR (the first host) and MASTER_PORT, or start them with torchrun"
-        raise DeviceError(f"MASTER_ADDR={host} and MASTER_PORT={port} do not say where the processes meet", hint=hint)
+        raise MeetingError(f"MASTER_ADDR={host} and MASTER_PORT={port} do not say where the processes meet", hint=hint)
     key = (os.getpid(), f"{host}:{port}", place)
     if key in _STORES:
         return _STORES[key]
@@ -87,10 +89,12 @@ def _wait_for_store(place: Place, host: str, port: int) -> None:
             return
         except OSError as error:  # also a name that is not known: that of a host that is about to start
             why = error.strerror or str(error)
+        except ValueError as error:
+            raise _not_reached(host, str(port), first_line(error)) from error
         waited_s = time.monotonic() - began
-        if waited_s > _PATIENCE_S and not told:
+        if waited_s > _PATIENCE_S and not told and place.local_rank == 0:
             told, own = True, f"process {place.rank} of {place.count}"
-            said = f"warning: {own} waits for process 0 at {host}:{port}, for up to 10 min: {why}"
+            said = f"warning: {own} waits for process 0, or its launcher, at {host}:{port}, for up to 10 min: {why}"
             print(said, file=sys.stderr, flush=True)
         if waited_s > MEETING.total_seconds():
             raise _not_reached(host, str(port), why)
@@ -160,6 +164,15 @@ def coming(place: Place) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def entered(place: Place, context: AbstractContextManager[T]) -> Iterator[T]:
+    """Within `context`. If it cannot be entered, those who wait for this process are told."""
+    with ExitStack() as stack:
+        with coming(place):
+            found = stack.enter_context(context)
+        yield found
+
+
 def tell_failure(place: Place, error: Exception) -> None:
     """Leave word that this process does not come. The first one has nowhere to, unless the store is the launcher's.
 
@@ -203,7 +216,8 @@ def meet(
         _wait_for_all(store, watch, place, note)
         texts = store.multi_get([f"asked/{rank}" for rank in range(place.count)])
     except RuntimeError as error:
-        raise MeetingError(f"process 0 is gone before all had met: {first_line(error)}", hint=_HINT) from error
+        hint = "see what process 0 said"
+        raise DeviceError(f"process 0 is gone before all had met: {first_line(error)}", hint=hint) from error
     check_same([json.loads(text) for text in texts])
 
 

@@ -31,7 +31,7 @@ from brimful.engine.classification.window_pass import WindowPass, window_size
 from brimful.engine.signals import passing_on
 from brimful.hardware.asked import asked_of
 from brimful.hardware.device_memory import device_memory
-from brimful.hardware.meeting import coming
+from brimful.hardware.meeting import coming, entered
 from brimful.hardware.probe import choose_device
 from brimful.hardware.ranks import Ranks, joined
 from brimful.reports.memory_text import limit_text
@@ -60,7 +60,7 @@ def classify_file(
     with coming(place):
         device = choose_device(options.device, place.local_rank)
     with ExitStack() as stack:
-        stack.enter_context(device_memory(device, options.memory_limit, options.allocator))
+        stack.enter_context(entered(place, device_memory(device, options.memory_limit, options.allocator)))
         ranks = stack.enter_context(joined(place, device, note=callbacks.warning, asked=asked_of(options, device)))
         if not ranks.leads:
             return _follow(options, ranks, stack, tables)

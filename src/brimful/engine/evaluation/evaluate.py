@@ -57,7 +57,7 @@ from brimful.engine.sequence_lengths import Longest
 from brimful.engine.signals import passing_on
 from brimful.hardware.asked import asked_of
 from brimful.hardware.device_memory import device_memory
-from brimful.hardware.meeting import coming
+from brimful.hardware.meeting import coming, entered
 from brimful.hardware.probe import choose_device, probe
 from brimful.hardware.ranks import Ranks, joined
 from brimful.levers.precision import choose_forward_precision
@@ -100,7 +100,7 @@ def evaluate_model(
         check_gpus_there(options, device)
         precision = choose_forward_precision(options.precision, device)
     with ExitStack() as stack:
-        stack.enter_context(device_memory(device, options.memory_limit, options.allocator))
+        stack.enter_context(entered(place, device_memory(device, options.memory_limit, options.allocator)))
         ranks = stack.enter_context(joined(place, device, note=callbacks.warning, asked=asked_of(options, device)))
         if not ranks.leads:
             return _follow(options, asked, precision, ranks, stack, tables)

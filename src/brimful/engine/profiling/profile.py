@@ -31,7 +31,7 @@ from brimful.engine.training.same_path import agree, build_led, met, path_of
 from brimful.engine.training.shared_work import SharedWork
 from brimful.hardware.asked import asked_of
 from brimful.hardware.device_memory import device_memory
-from brimful.hardware.meeting import coming
+from brimful.hardware.meeting import coming, entered
 from brimful.hardware.probe import choose_device, device_name, probe
 from brimful.hardware.process_settings import deterministic
 from brimful.hardware.ranks import Ranks, joined
@@ -68,10 +68,10 @@ def profile(options: ProfileOptions, callbacks: Callbacks, tables: Tables | None
         trace = None if options.trace is None or not place.leads else _checked(Path(options.trace), options.data)
         check_tensor_parallel(place, options.tensor_parallel)
         device = choose_device("cuda" if options.gpus is not None else options.device, place.local_rank)
-    precision = choose_precision(options.precision, device)
+        precision = choose_precision(options.precision, device)
     with (
         deterministic(options.deterministic),
-        device_memory(device, options.memory_limit, options.allocator),
+        entered(place, device_memory(device, options.memory_limit, options.allocator)),
         joined(
             place,
             device,

@@ -128,12 +128,7 @@ def differences_of_machine(before: Run, now: Run) -> list[str]:
     was, is_now = facts(before), facts(now)
     absent = {"processes": "1"}
     told = [(n, *(facts_of.get(n) or absent.get(n, "none") for facts_of in (was, is_now))) for n in {**is_now, **was}]
-    return [f"{name} was {_short(before)}, is {_short(after)}" for name, before, after in told if before != after]
-
-
-def _short(value: object) -> str:
-    """A value on one line, without most of a long list of sizes."""
-    return printable(value, 40)
+    return [f"{name} was {before}, is {after}" for name, before, after in told if before != after]
 
 
 def check_space(path: Path, options: TrainOptions, num_parameters: int, state_bytes: int) -> None:

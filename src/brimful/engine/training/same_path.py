@@ -171,10 +171,13 @@ def agree(ranks: Ranks, refusal: BrimfulError | None = None) -> None:
     Raises: the refusal; DataError with another process's.
     """
     if ranks.watch is None:
+        if refusal is not None:
+            raise refusal
         return
     board = ranks.watch.board()
     if refusal is not None:
         board.leave(f"refusal/{ranks.rank}", str(refusal))
+        board.leave(f"hint/{ranks.rank}", refusal.hint or "")
     refused = ranks.any([refusal is not None and rank == ranks.rank for rank in range(ranks.count)])
     if refusal is not None:
         raise refusal
@@ -182,9 +185,8 @@ def agree(ranks: Ranks, refusal: BrimfulError | None = None) -> None:
         ranks.end_orders()
         rank = refused.index(True)
         why = board.find(f"refusal/{rank}") or "it cannot take this process's way"
-        raise DataError(
-            f"process {rank}: {why}", hint="give all processes the same files, and an --output that all see"
-        )
+        hint = board.find(f"hint/{rank}") or "give all processes the same files"
+        raise DataError(f"process {rank}: {why}", hint=hint)
 
 
 def check_seen(folder: Path) -> None:

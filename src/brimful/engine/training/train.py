@@ -46,7 +46,7 @@ from brimful.engine.training.same_path import agree, met, path_of
 from brimful.engine.training.tracked_log import tracked
 from brimful.hardware.asked import asked_of
 from brimful.hardware.device_memory import device_memory
-from brimful.hardware.meeting import coming
+from brimful.hardware.meeting import coming, entered
 from brimful.hardware.probe import choose_device, probe
 from brimful.hardware.process_settings import deterministic, freed_memory_kept
 from brimful.hardware.ranks import Ranks, joined
@@ -88,7 +88,7 @@ def train(
         check_tensor_parallel(place, options.tensor_parallel)
         device = choose_device("cuda" if options.gpus is not None else options.device, place.local_rank)
     with (
-        device_memory(device, options.memory_limit, options.allocator),
+        entered(place, device_memory(device, options.memory_limit, options.allocator)),
         joined(
             place,
             device,

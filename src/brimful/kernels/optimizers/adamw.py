@@ -208,7 +208,7 @@ def adamw_update(BLOCKS, TOUCHED, STARTS, STATES, DECAYS, COPIED, HALVES, ADDRES
             m = tl.load(MOMENT1 + state, mask=mask, other=0.0)
             v = tl.load(MOMENT2 + state, mask=mask, other=0.0)
             m += rest1 * (g - m)
-            v += rest2 * (g * g - v)
+            v += rest2 * (tl.minimum(g * g, 3.4e38) - v)  # not inf - inf
             bias1, bias2 = tl.load(CORRECTIONS + 2 * parameter), tl.load(CORRECTIONS + 2 * parameter + 1)
             p -= rate / bias1 * (m / (tl.sqrt(v) / bias2 + epsilon))
             tl.store(MOMENT1 + state, m, mask=mask)

@@ -39,7 +39,7 @@ def adamw_part(WEIGHT, GRADIENT, MOMENT1, MOMENT2, STEPS, RATE, SCALE, SKIPPED, 
     v = tl.load(MOMENT2 + places, mask=inside, other=0.0)
     p -= rate * decay * p
     m += rest1 * (g - m)
-    v += rest2 * (g * g - v)
+    v += rest2 * (tl.minimum(g * g, 3.4e38) - v)  # not inf - inf
     p -= rate / bias1 * (m / (tl.sqrt(v) / bias2 + epsilon))
     tl.store(MOMENT1 + places, m, mask=inside)
     tl.store(MOMENT2 + places, v, mask=inside)

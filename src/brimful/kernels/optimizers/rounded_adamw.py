@@ -107,7 +107,7 @@ def rounded_adamw(WEIGHT, GRADIENT, FIRST, SECOND, SCALES, SHARES, MIDDLES, STEP
     p = tl.load(WEIGHT + offsets, mask=mask, other=0.0).to(tl.float32)
     p -= rate * decay * p
     m += rest1 * (g - m)
-    v += rest2 * (g * g - v)
+    v += rest2 * (tl.minimum(g * g, 3.4e38) - v)  # not inf - inf
     # In fp64: 1 - beta^n loses half of fp32's digits where n is small.
     bias1 = (1.0 - tl.exp(step * LOG_BETA1)).to(tl.float32)
     bias2 = tl.sqrt(1.0 - tl.exp(step * LOG_BETA2)).to(tl.float32)

@@ -87,7 +87,7 @@ class FullyShardedUpdate(PartsUpdate):
         peers, warning = peers_for(self.find_peers, self._shared_ranks, self.device, must=self.must_copy)
         if peers is None:
             return warning
-        failed: DeviceError | None = None
+        failed = ""  # without the error, which holds memory of what failed
         ways: list[Callable[[], None]] = [partial(self._read_rows, peers)]
         ways += [
             partial(send_by_copies, modules, peers, self._shared_ranks, layers=self._layers) for modules in self._roots
@@ -96,12 +96,12 @@ class FullyShardedUpdate(PartsUpdate):
             try:
                 way()
             except DeviceError as error:  # in all processes; what the others do not need may have place
-                failed = failed or error
-        if failed is None:
+                failed = failed or first_line(error)
+        if not failed:
             return ""
         if self._shared_ranks.spread("must" if self.must_copy else ""):
-            raise failed
-        return f"weights are sent by NCCL, or some of them: {first_line(failed)}; --no-peer-copies does not try"
+            raise DeviceError(failed, hint="leave --peer-copies out")
+        return f"weights are sent by NCCL, or some of them: {failed}; --no-peer-copies does not try"
 
     @property
     def how_sent(self) -> str:
