@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -26,14 +27,15 @@ from brimful.cli.commands import run
 from brimful.core.bench import RECOMMENDED, Bench, read_bench
 from brimful.core.callbacks import Callbacks
 from brimful.core.options.bench import BenchOptions
-from brimful.core.records import json_text
+from brimful.core.records import PeakMemory, json_text
 from tiny_files import save_base, write_reviews
 
 WORK = asdict(guide_bench().workload)
 
 
 class Plans:
-    """Processes of rows that answer at once. done: rows that were begun. turns: of a row, rate and cores by turn."""
+    """Processes of rows that answer at once. done: rows that were begun. turns: of a row, rate and cores by turn.
+    blocks: of a row, rates of its blocks by turn."""
 
     def __init__(self, **ends: Ended) -> None:
         self.done: list[str] = []
@@ -41,6 +43,7 @@ class Plans:
         self.work: dict[str, Any] = WORK
         self.more: dict[str, Any] = {}
         self.turns: dict[str, list[tuple[float, float]]] = {}
+        self.blocks: dict[str, list[tuple[float, ...]]] = {}
 
     def __call__(self, plan: Mapping[str, Any], watch: Watch, *, limit_s: float | None) -> Ended:
         json.dumps(plan)
@@ -55,6 +58,10 @@ class Plans:
         rate = 50.0 if row["side"] == "brimful" else 20.0
         if turns := self.turns.get(self.done[-1]):
             rate, more["cores"] = turns.pop(0)
+        more["block_rates"] = (0.97 * rate, rate, 1.03 * rate)
+        if blocks := self.blocks.get(self.done[-1]):
+            more["block_rates"] = blocks.pop(0)
+            rate = median(more["block_rates"])
         found = figures(rate, 4, flops_per_s=1e13, **{**self.more, **more})
         return Ended(
             found={"measured": json.loads(json_text(asdict(found))), "notes": ["mind"]}, wall_s=self.wall_s,
@@ -188,6 +195,23 @@ def test_a_disturbed_row_is_told_once_where_there_is_no_time_for_another(tmp_pat
     options = BenchOptions(model="m", output=str(tmp_path / "b"), batch_size=4, budget_s=60.0, steps=1)
     bench_run.run_bench(options, heard, command="brimful bench m")
     assert len([line for line in told if line.startswith("trainer: plain:")]) == 1
+
+
+def test_an_uneven_row_of_a_gpu_is_measured_by_two_processes(tmp_path: Path, plans: Plans) -> None:
+    """Once, in this call or the next one; blocks of both count, and the most memory of the two."""
+    plans.blocks = {"trainer: plain": [(8.0, 10.0, 14.0), (11.0, 12.0, 13.0)]}
+    plans.more = {"peak_bytes": PeakMemory(nvml=1)}
+    found = bench(tmp_path, rows="weight_decay=0.1").rows[0].measured
+    assert plans.done.count("trainer: plain") == 2
+    assert plans.done[-1] == "trainer: plain"  # after all other rows
+    assert found is not None
+    assert found.block_rates == (8.0, 10.0, 14.0, 11.0, 12.0, 13.0)
+    assert found.samples_per_s == 11.5
+    assert found.step_s == pytest.approx(4 / 11.5)
+    assert (found.tokens_per_s, found.flops_per_s) == (pytest.approx(512 * 11.5), pytest.approx(1.15e13))
+    done = len(plans.done)
+    assert bench(tmp_path, rows="weight_decay=0.1").rows[0].measured == found
+    assert len(plans.done) == done
 
 
 def test_a_folder_from_before_an_option_goes_on(tmp_path: Path, plans: Plans) -> None:

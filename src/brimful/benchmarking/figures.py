@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -30,6 +31,30 @@ class Blocks:
         """Note an edge of a block: now."""
         self.marks.append(time.perf_counter())
         self.cpu_s.append(time.process_time())
+
+
+def together(first: Measured, other: Measured) -> Measured:
+    """Figures of a row that two processes have measured: medians over the blocks of both, and the most memory."""
+    rates = (*first.block_rates, *other.block_rates)
+    rate = median(rates)
+    times = rate / first.samples_per_s
+
+    def scaled(value: float | None) -> float | None:
+        return None if value is None else times * value
+
+    most = max(first, other, key=lambda each: each.memory_bytes or 0)
+    return dataclasses.replace(
+        first,
+        samples_per_s=rate,
+        block_rates=rates,
+        step_s=first.step_s / times,
+        tokens_per_s=first.tokens_per_s * times,
+        flops_per_s=scaled(first.flops_per_s),
+        mfu=scaled(first.mfu),
+        datasheet_mfu=scaled(first.datasheet_mfu),
+        peak_bytes=most.peak_bytes,
+        nvml_bytes=most.nvml_bytes,
+    )
 
 
 def figures(

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from brimful.benchmarking.figures import together
 from brimful.benchmarking.folder import BenchFolder
 from brimful.benchmarking.needed import check_accelerate
 from brimful.benchmarking.process import Ended, Watch, run_plan
@@ -35,6 +36,8 @@ _LEAST_S = 2.0
 _MOST_ROW_S = 3600.0
 #: How much longer than expected a row may take before it is ended, where the budget is not over sooner.
 _PATIENCE = 6.0
+#: Spread of a row's blocks above which another process measures it, too.
+_UNEVEN = 0.1
 
 
 class BenchRun:
@@ -83,6 +86,7 @@ class BenchRun:
             self._tell(self._found[-1])
             self._folder.write(RESULTS, to_json(self._bench()))  # a killed bench leaves what it found
         self._measure_again(range(len(rows)), after=1)  # before one of them is said to be the fastest
+        self._add_blocks(range(len(rows)))
         self._recommend()
         self._measure_again(range(len(rows), len(self._found)), after=0)
         return self._write()
@@ -96,6 +100,27 @@ class BenchRun:
             if found != self._found[number]:  # there was time
                 self._found[number] = found
                 self._tell(found)
+
+    def _add_blocks(self, rows: Sequence[int]) -> None:
+        """Measure those of these rows on a GPU that are uneven in another process, too: it may have another core of a
+        host that others share, for which such a row waits. Both count."""
+        uneven = [number for number in rows if self._uneven(self._found[number])]
+        for place, number in enumerate(uneven, 1):
+            first = self._found[number]
+            other = self._row(first.row, "again, uneven", len(uneven) - place + 1, again=True)
+            if first.measured is None or other.measured is None or other == first:  # there was no time
+                continue
+            both = dataclasses.replace(first, measured=together(first.measured, other.measured))
+            self._found[number] = both
+            self._folder.keep(both)
+            self._tell(both)
+
+    def _uneven(self, row: BenchRow) -> bool:
+        """Return whether blocks of one process are far apart, which had all that the GPU has."""
+        found, repeats = row.measured, self._steps_now.repeats
+        if found is None or not self._work.on_gpu or len(found.block_rates) > repeats:
+            return False
+        return (found.spread or 0.0) > _UNEVEN
 
     def _disturbed(self, row: BenchRow) -> bool:
         return row.measured is not None and self._work.disturbed(row.measured)
