@@ -173,12 +173,18 @@ def _guide(batch_size: int, longest: int) -> list[Row]:
         _ours("fp32", {"precision": "fp32"}, PLAIN.key),
         *(_ours(name, bf16 | each, "brimful: fp32" if name == "bf16" else "brimful: bf16") for name, each in ours),
         _ours("fp16", {"precision": "fp16"}, "brimful: fp32"),
-        *_lean(batch_size, longest),
+        *_leanest(),
     ]
 
 
 def _lean(batch_size: int, longest: int) -> list[Row]:
-    """Rows of ours in the least memory, beside Trainer's plain one."""
+    """Rows of ours in the least memory, beside Trainer's plain one, and its own without clipping: as ours update
+    weights while gradients come, they clip nothing, or by the norm of the step before."""
+    theirs = Row(side="trainer", name="not clipped", settings={"max_grad_norm": 0.0}, base=PLAIN.key)
+    return [theirs, *_leanest()]
+
+
+def _leanest() -> list[Row]:
     return [_ours(name, {"precision": "bf16"} | each, PLAIN.key) for name, each in _LEAN]
 
 
