@@ -284,3 +284,21 @@ def test_a_leader_that_stops_before_its_first_sign_of_life(rank: int, own_store:
     watch._answered -= pulse.hang_s + 1
     found = watch._judge()
     assert (None if found is None else found.rank) == lost
+
+
+def test_word_of_a_loss_is_not_waited_for_where_all_others_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until each has given several signs of life since; one that is done gives none."""
+    watch, signs = Watch(Pulse(0), SimpleNamespace(clone=lambda: None), 3), [0]
+
+    def seen() -> tuple[Beat, ...]:
+        signs[0] += 1
+        return tuple(beats({}, {"count": signs[0]}, {"ended": True}).values())
+
+    monkeypatch.setattr(watch, "beats", seen)
+    monkeypatch.setattr(watch, "_every_s", 0.0)
+    assert watch.verdict(3600) is None
+    assert signs[0] == 1 + 3
+    monkeypatch.setattr(watch, "beats", lambda: tuple(beats({}, {}, {"ended": True}).values()))
+    began = time.monotonic()
+    assert watch.verdict(0.2) is None
+    assert time.monotonic() - began >= 0.2

@@ -26,6 +26,8 @@ _EVERY_S, _AT_ONCE = 0.25, 16
 _NOTICE_S, _LEAVE_S = 1.5, 60.0
 #: Seconds for the store to answer, and for others to end in.
 _ANSWER_S, _ENDS_S = 1.0, 3.0
+#: Signs of life by which a process is known to be there: the last ones of one that is gone may be read late.
+_ALIVE = 3
 _VERDICT, _LAST_ORDER = "lost", "last order"
 
 
@@ -158,8 +160,12 @@ class Watch:
         return self.found
 
     def verdict(self, seconds: float) -> Lost | None:
-        """Return who is lost, if that is known within so many seconds."""
-        self._decided.wait(seconds)
+        """Return who is lost, if that is known within so many seconds; sooner where all others give signs of life."""
+        before, until = {beat.rank: beat.count for beat in self.beats()}, time.monotonic() + seconds
+        while not self._decided.wait(self._every_s / 2) and time.monotonic() < until:
+            others = [beat for beat in self.beats() if beat.rank != self.pulse.rank]
+            if others and all(beat.ended or beat.count >= before.get(beat.rank, 0) + _ALIVE for beat in others):
+                break
         return self.found
 
     def beats(self) -> tuple[Beat, ...]:
