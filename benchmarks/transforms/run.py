@@ -85,13 +85,14 @@ class _Texts:
 
     def __init__(self, rows: list[dict[str, str]], labels: dict[str, int], tokenizer: Any, transform: Any) -> None:
         self._rows, self._labels, self._tokenizer, self._transform = rows, labels, tokenizer, transform
+        self._draw = random.Random(0)
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         row = self._rows[number]
-        text = row["text"] if self._transform is None else self._transform(row["text"], random.Random())
+        text = row["text"] if self._transform is None else self._transform(row["text"], self._draw)
         return {**self._tokenizer(text, truncation=True), "labels": self._labels[row["label"]]}
 
 

@@ -51,7 +51,6 @@ from brimful.step.graphs.captured_step import CapturedStep
 from brimful.step.precision import Precision
 from brimful.step.recovery import whole_model_fits
 from brimful.step.step import Step, make_schedule
-from brimful.step.updates.fully_sharded import FullyShardedUpdate
 from brimful.step.updates.given_adamw import OwnersAdamW
 from brimful.tasks.task import Task
 
@@ -209,8 +208,7 @@ def _step(assembly: Assembly, execution: LayoutModel, layout: Layout, task: Task
     """Return the step that `assembly` describes: captured, or launched by the host."""
     mode, update, seeded_dropout = assembly.lever(ExecutionMode), assembly.update, seeds_dropout(assembly)
     assert update is not None
-    if isinstance(update, FullyShardedUpdate):
-        update.pass_tokens = layout.most_tokens if assembly.lever(Packing).packed else 0
+    update.pass_tokens = layout.most_tokens if assembly.lever(Packing).packed else 0
     parts, together = (execution, task, update, assembly.precision), assembly.find(DataParallel)
     shared: dict[str, Any] = {"seed": assembly.seed, "seeded_dropout": seeded_dropout, "ranks": ranks}
     if together is not None:

@@ -133,8 +133,7 @@ def prepare(
     sha256 = _hashes(options, facts) | {CHOSEN_ROWS: _sha256_of_rows(read)}
     if check is not None:
         check(space=alignment.space, fingerprint=read.fingerprint, max_length=max_length, sha256=sha256)
-    if transform is not None:
-        _try_transform(transform, encoder, options.seed, read.training)
+    _try_transform(transform, encoder, options.seed, read.training)
     callbacks.note(f"head: {'new and untrained' if alignment.head == 'new' else 'kept'} ({alignment.reason})")
     order = Sampler(num_samples=len(read.training), batch_size=options.batch_size, seed=options.seed)
     length = _run_length(options, facts, alignment, order, before, callbacks)
@@ -146,8 +145,8 @@ def prepare(
         if read.evaluation is not None:
             evaluation = _tokenized(read.evaluation, alignment.space, encoder, phases, callbacks, "evaluation")
     report = _report(training, evaluation, max_length, read.num_empty, given=options.max_length is not None)
-    report["sha256"] = sha256
-    report["in_memory"] = [name for name in (options.data, options.eval_data) if name in (tables or {})]
+    in_memory = [name for name in (options.data, options.eval_data) if name in (tables or {})]
+    report |= {"sha256": sha256, "in_memory": in_memory}
     prepared = Prepared(
         facts=facts,
         alignment=alignment,
@@ -170,8 +169,10 @@ def prepare(
     return prepared
 
 
-def _try_transform(transform: Transform, encoder: Encoder, seed: int, examples: Examples) -> None:
-    """Call a transform for the first rows. Raises: DataError for the first one that it fails for."""
+def _try_transform(transform: Transform | None, encoder: Encoder, seed: int, examples: Examples) -> None:
+    """Call a transform, if there is one, for the first rows. Raises: DataError for the first one that it fails for."""
+    if transform is None:
+        return
     first = examples.filter(np.arange(len(examples)) < _TRIED_ROWS)
     pairs = None if first.pairs is None else first.pairs.to_pylist()
     try_transform(transform, encoder, seed, first.texts.to_pylist(), pairs, first.place)

@@ -54,9 +54,6 @@ class FullyShardedUpdate(PartsUpdate):
     find_peers: Callable[[Ranks, torch.device], tuple[Peers | None, str]] | None = None
     #: Whether to end where there is none, and not to send: by the process that leads.
     must_copy = False
-    #: Most tokens of a pass, where passes of all processes have the same shapes, as packed ones do: rows of large
-    #: tables are then read. 0 where they differ. That of the process that leads counts.
-    pass_tokens = 0
 
     def __init__(
         self, model: nn.Module, schedule: Tensor, *, offload: bool, product_dtype: torch.dtype | None = None,
@@ -109,7 +106,8 @@ class FullyShardedUpdate(PartsUpdate):
         return "rows of large tables of words are read where they are" if self._tables else ""
 
     def _read_rows(self, peers: Peers) -> None:
-        """Have rows of large tables read, which are not put together any more."""
+        """Have rows of large tables read, which are not put together any more: where the leader's passes have so few
+        tokens that it pays."""
         num_tokens = self._shared_ranks.count * int(self._shared_ranks.spread(str(self.pass_tokens)))
         for table in [each for each in self._roots[0] if reads_rows(each, self._classes[each], num_tokens)]:
             rows = TableRows(table, peers, self._shared_ranks)  # type: ignore[arg-type]

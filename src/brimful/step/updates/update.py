@@ -70,6 +70,8 @@ class Update:
     gathers_weights = False
     #: Whether all processes must take part where it is collected, or released, at the end.
     releases_together = False
+    #: Most tokens of a pass, where passes of all processes have the same shapes, as packed ones have; else 0.
+    pass_tokens = 0
     #: Sums over processes, where several take each step together.
     reduction: Reduction | None = None
     _shared_arena: GradientArena | None = None
