@@ -59,26 +59,32 @@ def test_it_is_the_reference(monkeypatch: pytest.MonkeyPatch, kind: str) -> None
 
 
 def compare(monkeypatch: pytest.MonkeyPatch, kind: str, device: str) -> None:
-    """Equal but where the last bit of fp32 decides how a number is rounded."""
-    plain, ours = (update_of(monkeypatch, kind, ours=each, device=device) for each in (False, True))
+    """Equal but where the last bit of fp32 decides how a number is rounded.
+
+    The reference is on a CPU: on a GPU torch's fused kernel takes 1 - beta2 in fp32, 13 millionths too little.
+    """
+    plain = update_of(monkeypatch, kind, ours=False)
+    ours = update_of(monkeypatch, kind, ours=True, device=device)
     for step in range(2):
         for update in (plain, ours):
             give_gradients(update, step, unused=step == 0)  # zeros after it
-        expected, found = plain.apply(gathered=False), ours.apply(gathered=False)
+        expected, found = plain.apply(gathered=False), ours.apply(gathered=False).cpu()
         assert torch.allclose(found, expected, rtol=1e-6)
-        expected_w, found_w = (torch.cat([p.flatten() for p in each.weights().values()]) for each in (plain, ours))
+        expected_w, found_w = (
+            torch.cat([p.flatten().cpu() for p in each.weights().values()]) for each in (plain, ours)
+        )
         off_w = found_w != expected_w
         if device != "cpu":  # of fp32 weights a GPU rounds the last bit in another order; the interpreter does not
             kept = [p for p in plain.parameters for _ in range(p.numel())]
-            off_w &= torch.tensor([p.dtype.itemsize == 2 for p in kept], device=device)
+            off_w &= torch.tensor([p.dtype.itemsize == 2 for p in kept])
         assert float(off_w.float().mean()) < (1.0 if kind == "8 bits of fp32 weights" else 0.02)
         assert torch.allclose(found_w, expected_w, atol=2e-4, rtol=2**-7)
     theirs, mine = plain.state().optimizer, ours.state().optimizer
     assert theirs.keys() == mine.keys()
     for name, kept in theirs.items():
-        assert torch.equal(kept.tensors["step"], mine[name].tensors["step"])
+        assert torch.equal(kept.tensors["step"], mine[name].tensors["step"].cpu())
         for moment in ("exp_avg", "exp_avg_sq"):
-            one, other = kept.tensors[moment].float(), mine[name].tensors[moment].float()
+            one, other = kept.tensors[moment].float(), mine[name].tensors[moment].float().cpu()
             assert float((one - other).norm()) <= 1e-2 * float(one.norm())
             assert float(((one - other).abs() > 1e-6 * one.abs()).float().mean()) < 0.02
 
