@@ -166,6 +166,11 @@ def _run(name: str, words: list[str]) -> int:
     if name in without_torch:
         without_torch[name](options)
         return 0
+    return _act(name, options, place)
+
+
+def _act(name: str, options: Any, place: Place) -> int:
+    """Run a command that may load torch, in this process; return its exit code."""
     from brimful.core.phases import Phases, process_began
     from brimful.reports.terminal import Quiet, Terminal
 
