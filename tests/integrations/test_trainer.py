@@ -89,6 +89,18 @@ def weights(model: Any) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for n, p in model.named_parameters() if "key.bias" not in n])
 
 
+def test_a_layer_at_two_places_is_trained(tmp_path: Path, tokenizer: Any) -> None:
+    """The comparison of the first batch leaves the parameters of such a layer where they are."""
+    model: Any = FAMILIES["bert"].model()
+    model.bert.encoder.layer[1] = model.bert.encoder.layer[0]
+    stock = trained(transformers.Trainer, model, tmp_path / "stock", tokenizer)
+    ours = trained(brimful.Trainer, model, tmp_path / "ours", tokenizer)
+    assert_same_history(ours, stock)
+    assert difference(weights(ours.model), weights(stock.model)) < 1e-3
+    before = dict(model.named_parameters())
+    assert not any(torch.equal(p, before[name]) for name, p in ours.model.named_parameters() if "weight" in name)
+
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", {}),
     "qwen3": ("qwen3", {"optim": "sgd", "learning_rate": 1e-2}),

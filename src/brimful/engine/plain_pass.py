@@ -12,7 +12,7 @@ Layers whose weights are streamed are here, too: each comes for its turn, and th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -163,12 +163,30 @@ def _plain_losses(
     inputs = map_tensors(inputs, lambda tensor: tensor.to(device))
     others = ((name, p) for name, p in model.named_parameters() if name not in weights and id(p) not in elsewhere)
     frozen = {name: p for name, p in others if p.dtype.itemsize == 2}
-    by_name = {f"model.{name}": weight.float() for name, weight in frozen.items()}
-    by_name |= {f"model.{name}": weight for name, weight in weights.items()}
+    by_name = {name: weight.float() for name, weight in frozen.items()} | weights
     targets_R = torch.from_numpy(rows.targets_N[members]).to(device)
     weights_R = None if rows.weights_N is None else torch.from_numpy(rows.weights_N[members])
-    found: Tensor = torch.func.functional_call(form, by_name, (inputs, targets_R, weights_R))
+    with _having(model, by_name):
+        found: Tensor = form(inputs, targets_R, weights_R)
     return found
+
+
+@contextmanager
+def _having(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within, a model has these tensors for its parameters of these names, wherever it has them.
+
+    `torch.func.functional_call` gives a module that is at two places of a model its parameters back but once.
+    """
+    ids = {id(p): weights[name] for name, p in model.named_parameters() if name in weights}
+    places = [(own, name, p) for m in model.modules() for own in [m._parameters] for name, p in own.items()]
+    places = [(own, name, p) for own, name, p in places if id(p) in ids]
+    for own, name, p in places:
+        own[name] = ids[id(p)]  # type: ignore[assignment]  # it need not be a Parameter
+    try:
+        yield
+    finally:
+        for own, name, p in places:
+            own[name] = p
 
 
 def _may_stay(num_bytes: int, device: torch.device) -> bool:
