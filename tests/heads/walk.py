@@ -133,14 +133,17 @@ def _events(run: Path) -> list[dict[str, Any]]:
 # --- plain Hugging Face ----------------------------------------------------------------------------------------------
 
 
-def _plain(folder: str) -> tuple[Any, Any]:
-    """Model and tokenizer as a user of transformers has them; without a padding token, the last special one is it."""
+def _plain(folder: str, *, alone: bool = False) -> tuple[Any, Any]:
+    """Model and tokenizer as a user of transformers has them; without a padding token, the last special one is it.
+
+    alone: for one text at a time, as the pipeline does by default: no token of the model is padding if it names none.
+    """
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.padding_side = "left" if model.config.model_type == "xlnet" else "right"  # as XLNet's own tokenizer
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if getattr(model.config.get_text_config(), "pad_token_id", None) is None:
+    if not alone and getattr(model.config.get_text_config(), "pad_token_id", None) is None:
         model.config.pad_token_id = model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return model, tokenizer
 
@@ -236,7 +239,7 @@ def _answer_error(classifier: Any, folder: str, rows: Sequence[Text]) -> float:
     given = [row if isinstance(row, str) else {"text": row[0], "text_pair": row[1]} for row in rows]
     answers = classifier(given, top_k=None, function_to_apply="none")
     found = [[next(a["score"] for a in answer if a["label"] == label) for label in LABELS] for answer in answers]
-    model, tokenizer = _plain(folder)
+    model, tokenizer = _plain(folder, alone=True)
     with torch.no_grad():
         expected = torch.cat([model.eval()(**_encoded(tokenizer, [row])).logits for row in rows])
     return difference(torch.tensor(found), expected)

@@ -127,7 +127,8 @@ class Runner:
 
 def _loaded(checked: Checked, options: ClassifyOptions) -> Any:
     folder = streamed_to(options)
-    return load_model(checked.facts, checked.space, head="kept", seed=0, folder=folder).requires_grad_(False)
+    model = load_model(checked.facts, checked.space, head="kept", seed=0, folder=folder, answers=True)
+    return model.requires_grad_(False)
 
 
 def make_runner(

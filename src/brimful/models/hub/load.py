@@ -16,7 +16,15 @@ from brimful.core.errors import ModelError, listed, printable
 from brimful.core.records import LabelSpace, TaskName
 from brimful.hardware.file_memory import FileRoom
 from brimful.hardware.process_settings import unchanged_random_streams
-from brimful.models.hub.inspection import OTHER_CONFIG, POOLER, ModelFacts, empty_model, head_parameters, load_tokenizer
+from brimful.models.hub.inspection import (
+    OTHER_CONFIG,
+    POOLER,
+    ModelFacts,
+    empty_model,
+    head_parameters,
+    load_tokenizer,
+    num_embedded,
+)
 from brimful.models.hub.quiet import first_line, quiet_transformers
 from brimful.models.hub.weight_files import AGAIN
 
@@ -30,11 +38,14 @@ PROBLEM_TYPES: Mapping[TaskName, str] = {
     "regression": "regression",
 }
 _MOST_NAMED = 4
+#: The byte C0, which no text in UTF-8 has, as vocabularies of bytes write it.
+_NO_BYTE = "À"
 
 
 def load_model(
-    facts: ModelFacts, space: LabelSpace, *, head: Literal["kept", "new"], seed: int, folder: Path | None = None
-) -> PreTrainedModel:
+    facts: ModelFacts, space: LabelSpace, *, head: Literal["kept", "new"], seed: int, folder: Path | None = None,
+    answers: bool = False,
+) -> PreTrainedModel:  # fmt: skip
     """The classifier on the CPU, in fp32 whatever its files hold, in evaluation mode, outputs named after `space`.
 
     head: `kept` takes the head in the weights; `new` draws it from `seed` as transformers does after
@@ -42,6 +53,8 @@ def load_model(
     (ModernBERT's dense layer) is taken; of a whole head nothing is.
     The model owns its memory: the files can be replaced afterwards.
     folder: of a file without a name for safetensors' weights, that a model may be larger than memory.
+    answers: whether it is to answer as it is. The head of a decoder then reads the token that transformers reads of a
+    text alone: the last one that is not its configuration's padding token. One that is trained has its tokenizer's.
 
     Raises: ModelError if the weights lack part of the model, or part of it has another shape, OptionError where a file
     cannot be made.
@@ -76,7 +89,7 @@ def load_model(
             f"{path_text(facts.folder)}: its weights cannot be loaded: {first_line(error)}", hint=AGAIN
         ) from error
     _require_whole(facts, info, head_names if head == "new" else ())
-    _record_padding_token(model, facts)
+    _record_padding_token(model, facts, answers=answers)
     return model if facts.adapter is None else facts.adapter.merged_into(model)
 
 
@@ -150,12 +163,31 @@ def _require_whole(facts: ModelFacts, info: Mapping[str, Any], may_be_new: Colle
         )
 
 
-def _record_padding_token(model: PreTrainedModel, facts: ModelFacts) -> None:
+def _record_padding_token(model: PreTrainedModel, facts: ModelFacts, *, answers: bool) -> None:
     """Tell a model that reads its last token which tokens are padding, and any model that was not told."""
     text = model.config.get_text_config()
     reads_last_token = hasattr(model, "score")  # what transformers calls the head of a decoder
-    if not reads_last_token and getattr(text, "pad_token_id", None) is not None:
+    size, own = num_embedded(model), getattr(text, "pad_token_id", None)
+    told = isinstance(own, int) and own >= 0 and (size is None or own < size)
+    if told and (answers or not reads_last_token):
         return
     # After the model is built: an embedding built with a padding token never trains that token, here end of text.
-    pad_id = load_tokenizer(facts).pad_token_id
+    tokenizer = load_tokenizer(facts)
+    pad_id = tokenizer.pad_token_id
+    if answers and reads_last_token and size is not None:
+        pad_id = _never_last(tokenizer, size)
     model.config.pad_token_id = text.pad_token_id = pad_id
+
+
+def _never_last(tokenizer: Any, size: int) -> int:
+    """A token that no text ends with, of `size` that are embedded: of a model that names no padding token transformers
+    reads the last token of a text, be it the end of text that a tokenizer adds, and pads with."""
+    numbers: Mapping[str, int] = tokenizer.get_vocab()
+    if max(numbers.values()) < size - 1:
+        return size - 1
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if type(getattr(backend, "decoder", None)).__name__ == "ByteLevel" and _NO_BYTE in numbers:
+        return numbers[_NO_BYTE]
+    ends = tokenizer("a")["input_ids"][-1:]
+    known = [tokenizer.pad_token_id, *tokenizer.all_special_ids]
+    return next((number for number in known if number not in ends and number < size), size - 1)

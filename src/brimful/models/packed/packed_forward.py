@@ -162,7 +162,7 @@ class PaddedModel(LayoutModel):
         if model.config.is_encoder_decoder:
             _tell_both_halves(model)
         self._takes_types = has_token_types(model.config)
-        self._settings = _without_cache(model.forward)
+        self._settings = _without_cache(model.forward) | _named_outputs(model.config)
         self._layers = [layer for layers in layer_lists(model) for layer in layers]
         self._reads_last_place = any(getattr(module, "summary_type", None) == "last" for module in model.modules())
 
@@ -233,6 +233,11 @@ def _needs_no_mask(base: nn.Module) -> Iterator[None]:
 
 
 def _does_not_look(*_: object) -> None: ...
+
+
+def _named_outputs(config: Any) -> dict[str, Any]:
+    """Arguments that have a forward return logits by their name, where the configuration has it return a tuple."""
+    return {} if getattr(config, "return_dict", True) else {"return_dict": True}
 
 
 def _without_cache(forward: Callable[..., Any]) -> dict[str, Any]:
@@ -410,7 +415,8 @@ class PackedModel(LayoutModel):
         self._given.states_S1H = states_SH[:, None]
         ids_S1 = torch.full((states_SH.shape[0], 1), self._dummy_id, device=states_SH.device)
         try:
-            return self._head(input_ids=ids_S1, attention_mask=torch.ones_like(ids_S1), **arguments)
+            named = _named_outputs(self.model.config)
+            return self._head(input_ids=ids_S1, attention_mask=torch.ones_like(ids_S1), **named, **arguments)
         finally:
             self._given.states_S1H = None
 
