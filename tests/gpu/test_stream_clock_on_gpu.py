@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from brimful.engine.clock import Clock, StepClock
 from brimful.kernels.stream_clock import StreamClock
 
 pytestmark = pytest.mark.gpu
@@ -51,3 +54,23 @@ def test_what_is_outside_is_not() -> None:
         torch.cuda._sleep(_CYCLES)
     seconds = _seconds_of(lambda: torch.cuda._sleep(5 * _CYCLES))
     assert 0.0 < clock.seconds(0) < 0.5 * seconds
+
+
+def test_steps_are_timed_by_when_they_were_done() -> None:
+    """Not by when the host launched them, nor by when it hears of them; a pause between them is left out."""
+    clock, rounds = Clock(), []
+    steps, took = StepClock(clock, torch.device("cuda", 0)), _seconds_of(lambda: torch.cuda._sleep(_CYCLES))
+    for _ in range(2):
+        steps.begin()
+        launched = []
+        for _ in range(3):
+            torch.cuda._sleep(_CYCLES)
+            launched.append(steps.launched())
+        time.sleep(20 * took)
+        rounds.append([steps.done(each) for each in launched])
+        with clock.paused():
+            time.sleep(20 * took)
+    for done in rounds:
+        assert [later - sooner for sooner, later in itertools.pairwise(done)] == pytest.approx([took, took], rel=0.3)
+    assert 20 * took < rounds[1][0] - rounds[0][-1] < 25 * took  # the host heard late, and the pause does not count
+    assert rounds[1][-1] <= clock.seconds

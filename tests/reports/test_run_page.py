@@ -189,20 +189,16 @@ def test_epochs_are_those_of_the_last_step(tmp_path: Path) -> None:
     assert "Epochs33" in text
 
 
-def test_rates_are_of_several_lines(tmp_path: Path) -> None:
-    """Steps in flight that land together before an evaluation seem to take no time: each alone would be a peak."""
+def test_rates_are_those_of_the_log(tmp_path: Path) -> None:
+    """A step that took long is seen."""
     run, _ = record(5)
     folder = write_run(tmp_path / "run", run, None)
     lines = [json.loads(line) for line in (folder / "events.jsonl").read_text("utf-8").splitlines()[:-1]]
-    # Every tenth step lands 1 ms after the two before it; the first one of the next ten is three steps late.
-    for line in lines:
-        if line["kind"] == "step":
-            line["samples_per_s"] = {9: 8000.0, 0: 8000.0, 1: 8 / 3}.get(line["step"] % 10, 8.0)
+    logged = [line for line in lines if line["kind"] == "step"]
+    logged[3]["samples_per_s"] = 2.0
     (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
     rates = [step.samples_per_s for step in run_of(folder).steps]
-    assert all(rate is not None and 4 < rate < 16 for rate in rates), rates
-    rates = [step.samples_per_s for step in run_of(folder).steps[10:30]]
-    assert sum(1 / rate for rate in rates if rate) / 20 == pytest.approx(1 / 8, rel=0.1)
+    assert rates == [line["samples_per_s"] for line in logged]
 
 
 def test_texts_of_mistakes_are_lines_and_failures_of_trackers_are_named(tmp_path: Path) -> None:

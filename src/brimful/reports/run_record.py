@@ -9,7 +9,7 @@ import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,9 +23,6 @@ T = TypeVar("T")
 
 #: Points of a curve; more are drawn as means.
 _MOST_POINTS = 300
-#: Logged lines that a rate is of. Steps in flight are logged when they land: several at once before an evaluation, so
-#: that single lines seem to take no time at all.
-_RATE_LINES = 7
 _RUN, _EVENTS, _EVALUATION = "run.json", "events.jsonl", "evaluation.json"
 
 
@@ -57,7 +54,7 @@ class RunReport:
     left_s: estimated by the last logged step. phases_s: seconds by phase of the process that finished the run, or that
     runs, then as of its last line of them. stopped: why it was, if that is its last line. incidents:
     events that a run should not have, by kind. evaluation: of the saved model; None while it runs, and without rows to
-    evaluate on. processes: None for one alone.
+    evaluate on. processes: those since the run was begun or resumed; None for one alone.
     """
 
     run: Run
@@ -130,13 +127,14 @@ def _run_report(folder: Path) -> RunReport:
     )
     evaluated = [event for event in events if event.get("kind") == "evaluated"]
     times = [event for event in events if event.get("kind") == "time"]
-    shared = [event for event in events if event.get("kind") == "processes"]
+    begun = max((place for place, event in enumerate(events) if event.get("kind") == "resumed"), default=0)
+    shared = [event for event in events[begun:] if event.get("kind") == "processes"]
     evaluation = folder / _EVALUATION
     run = _read(Run, folder / _RUN)
     last_step = max((int(event.get("step", 0)) for event in events), default=0)
     return RunReport(
         run=run,
-        steps=_thinned(_with_rates([_step(event) for event in steps])),
+        steps=_thinned([_step(event) for event in steps]),
         evaluations=tuple(LoggedEvaluation(step=e["step"], metrics=_finite(e["metrics"])) for e in evaluated),
         last_step=last_step,
         num_steps=steps[-1].get("num_steps") if steps else None,
@@ -231,14 +229,6 @@ def _mean(steps: Sequence[LoggedStep]) -> LoggedStep:
             means[each.name] = sum(known) / len(known) if known else None
     means["samples_per_s"] = _rate(steps)
     return LoggedStep(step=steps[-1].step, **means)
-
-
-def _with_rates(steps: Sequence[LoggedStep]) -> list[LoggedStep]:
-    """Steps with the rate of a few lines around each."""
-    last = max(0, len(steps) - _RATE_LINES)
-    firsts = [min(max(0, place - _RATE_LINES // 2), last) for place in range(len(steps))]
-    rates = [_rate(steps[first : first + _RATE_LINES]) for first in firsts]
-    return [replace(step, samples_per_s=rate) for step, rate in zip(steps, rates, strict=True)]
 
 
 def _rate(steps: Sequence[LoggedStep]) -> float | None:

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import brimful
 from brimful.core.callbacks import Callbacks, Progress, StepsDone
 from brimful.core.errors import OptionError
+from brimful.engine.fitted_step import FittedStep
 from brimful.engine.training import loop
 from runs import contents, events, learned, save_tiny_model, single_label_rows, texts, write_rows
 from tolerances import MODEL_FP32, RUN_LOSS_FP32, difference
@@ -203,6 +205,26 @@ def test_steps_are_told_of_between_logged_lines(
     assert found[1][-1].loss == pytest.approx(math.log(3), abs=0.5)
     assert found[1][-1].left_s == 0
     assert all(steps.num_steps == 10 and steps.steps_per_s > 0 for steps in found[1])
+
+
+def test_rates_of_logged_lines_are_of_their_own_steps(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the loop hears of several at once, before an evaluation: none took less than it did."""
+    real, longest = FittedStep.run, 0.02
+
+    def slow(self: Any, batch: Any) -> Any:
+        time.sleep(longest)
+        return real(self, batch)
+
+    monkeypatch.setattr(FittedStep, "run", slow)
+    given = SIZES | {"logging_steps": 1, "eval_steps": 3}
+    run = brimful.train(rows, model=model, output=tmp_path / "run", **given)
+    lines = events(tmp_path / "run", "step")
+    seconds = [SIZES["batch_size"] / line["samples_per_s"] for line in lines]
+    assert len(lines) == 10
+    assert min(seconds[:5]) >= longest  # of whole batches
+    assert sum(seconds[:5]) <= run.train_s
 
 
 def test_the_record_repeats_the_run(model: Path, rows: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from brimful.core.errors import (
 from brimful.core.records import OutOfMemory, Processes, Run
 from brimful.data.batches.batch import Batch
 from brimful.data.batches.prefetch import Feed, Source
-from brimful.engine.clock import Clock
+from brimful.engine.clock import Clock, Launched, StepClock
 from brimful.engine.fitted_step import FittedStep
 from brimful.engine.learning import epochs_between
 from brimful.engine.signals import StopSignals
@@ -84,11 +84,13 @@ class TrainingLoop:
         self._signals = StopSignals(self._answer_signal, ranks=self._ranks)
         self._ending = False
         self._leave_at = math.inf
-        self._flying: deque[Pending] = deque()
+        self._flying: deque[tuple[Pending, Launched]] = deque()
         self._compilations = self._built.compilations
         self._compilations.look(0)
         self._input_wait_s = 0.0
         self._clock = Clock()
+        self._steps = StepClock(self._clock, self._built.step.device)
+        self._done_s = 0.0  # when the last step that landed was done
         self._work = SharedWork(self._ranks)
         self._logged = (0.0, 0, 0)  # seconds, samples and tokens when progress was last told
         self._time_told, self._steps_told = -math.inf, 0.0
@@ -105,6 +107,7 @@ class TrainingLoop:
             self._take_up()
             self._events.write("resumed" if self._state.consumed else "started", step=self._state.applied)
             self._clock = Clock(self._state.train_s)
+            self._steps = StepClock(self._clock, self._built.step.device)
             self._logged = (self._clock.seconds, self._state.samples, self._state.tokens)
             try:
                 return self._run(source)
@@ -170,15 +173,17 @@ class TrainingLoop:
         self._phases.enter("capture")  # until the first step is launched
         for batch in feed:
             began = time.perf_counter()
+            if not self._flying:
+                self._steps.begin()
             with self._ranks.together(Order.STEP, batch.number, agreed=True):
                 self._ranks.pulse.begin(batch.number + 1, **own_work(batch))
                 self._work.add(batch)
-                self._flying.append(self._begun(batch))
+                self._flying.append((self._begun(batch), self._steps.launched()))
             if self._compilations.look(batch.number + 1):
                 self._phases.move(time.perf_counter() - began, "capture")
             self._phases.enter("steps")
             if len(self._flying) > _IN_FLIGHT:
-                self._land(self._flying.popleft())
+                self._land(*self._flying.popleft())
             self._tell_steps()
             self._stop_if_told()
             self._saving.settle_if_written()
@@ -241,12 +246,13 @@ class TrainingLoop:
 
     def _land_all(self) -> None:
         while self._flying:
-            self._land(self._flying.popleft())
+            self._land(*self._flying.popleft())
 
-    def _land(self, pending: Pending) -> None:
+    def _land(self, pending: Pending, launched: Launched) -> None:
         """Takes account of one step that the device has done."""
         with self._ranks.pulse.reading():
             outcome, state = pending.read(), self._state
+        self._done_s = self._steps.done(launched)
         state.consumed += 1
         if not outcome.applied:
             self._skipped(outcome)
@@ -301,7 +307,7 @@ class TrainingLoop:
 
     def _tell(self, outcome: Outcome) -> None:
         state, (seconds, samples, tokens) = self._state, self._logged
-        now = self._clock.seconds
+        now = self._done_s
         passed = max(now - seconds, 1e-9)
         done = state.applied if self._prepared.num_batches is None else state.consumed
         steps_left = max(0, self._prepared.num_steps - done)
@@ -352,6 +358,7 @@ class TrainingLoop:
         if now >= self._time_told + every_s:
             self._time_told = now
             self._events.write("time", step=self._state.applied, phases_s=self._phases.seconds)
+            self._write_work()
 
     def _may_be_due(self, batch: Batch) -> bool:
         """True if evaluation, a save or a log line is due after this batch, should all steps in flight be applied."""
@@ -377,6 +384,7 @@ class TrainingLoop:
         with self._clock.paused():
             if is_new:
                 self._saving.settle()
+            if is_new or due(options.save_steps):  # before the place in the log that a checkpoint keeps
                 self._write_work()
             best = (state.best_value, state.best_step, state.best_metrics)
             improved = is_new and self._prepared.evaluation is not None and self._evaluate()
