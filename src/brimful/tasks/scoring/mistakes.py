@@ -83,7 +83,8 @@ class MistakeFinder:
         np.add.at(self._sure_C, targets_M, of_truth_M)
         np.add.at(self._rows_C, targets_M, 1)
         of_given_M = scores_MC[places, given_M]
-        self._keep(of_given_M - of_truth_M, rows_M, targets_M, given_M, of_given_M, of_truth_M)
+        wrong_M = np.where(given_M == targets_M, 0.0, of_given_M)
+        self._keep(wrong_M, rows_M, targets_M, given_M, of_given_M, of_truth_M)
 
     def _class(self, index: int, truth: int, given: int, score: float, of_truth: float, *, least_C: Any) -> WrongRow:
         names = self._space.names
