@@ -7,7 +7,8 @@ import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from brimful.models.model_stats import layers_of
 from brimful.models.packed import packed_forward
 from brimful.models.packed.equivalence import check_equivalence
 from brimful.models.packed.packed_forward import PackedModel, PaddedModel
-from brimful.step.step import Step
+from brimful.step.step import Probed, Step
 from brimful.tasks.task import make_task
 from failing_allocator import FailingAllocator
 from plain import gradient, padded, plain_loss
@@ -251,6 +252,52 @@ def test_a_wrong_loss_or_gradient_is_found(change: Callable[[Any], Any]) -> None
             plain_pass, "_Plain", lambda model, precision, _, *more: real(model, precision, plain_task, *more)
         )
         assert compare(step._built, SAMPLE).passed is False
+
+
+def test_a_gradient_that_is_wrong_by_a_hundredth_is_found() -> None:
+    """All of it, in fp32: a hundred times what a step may differ by, and nothing that the losses show."""
+    step = make_step(FAMILIES["bert"].model())
+    inner = step._built.step
+    backward = inner.backward
+
+    def longer(micro: Any) -> Any:
+        rows = backward(micro)
+        for weight in inner.update.named.values():
+            weight.grad.mul_(1.01)
+        return rows
+
+    inner.backward = longer  # type: ignore[method-assign]
+    found = compare(step._built, SAMPLE)
+    assert found.passed is False
+    assert found.gradient_error == pytest.approx(0.01, rel=0.01)
+    assert "the gradient is off by 1.0e-02" in str(found.reason)
+
+
+@pytest.mark.parametrize("part", ["losses", "gradient"])
+@pytest.mark.parametrize(
+    ("precision", "error"),
+    [("fp64", 1e-5), ("fp32", 1e-3), ("tf32", 0.1), ("fp16", 0.05), ("bf16", 0.1), ("fp8", 2.0)],
+)
+def test_ten_times_what_a_precision_may_differ_by_is_too_much(precision: str, error: float, part: str) -> None:
+    """A twentieth of it passes. Where the plain model loses nothing in the precision, its tolerance alone decides."""
+    random = torch.Generator().manual_seed(0)
+    losses_N = torch.rand(8, generator=random).double()
+    gradients = [torch.randn(3, 5, generator=random).double() for _ in range(4)]
+    expected = Probed(losses_N=losses_N, gradients=gradients)
+
+    def judged(error: float) -> FirstBatch:
+        of_losses, of_gradient = (1.0 + error, 1.0) if part == "losses" else (1.0, 1.0 + error)
+        ours = Probed(losses_N=losses_N * of_losses, gradients=[each * of_gradient for each in gradients])
+        update = SimpleNamespace(named=dict.fromkeys("abcd"))
+        plan = object() if precision == "fp8" else None
+        value = SimpleNamespace(value="bf16" if precision == "fp8" else precision, plan=plan)
+        made = SimpleNamespace(precision=value, step=SimpleNamespace(device=torch.device("cpu"), update=update))
+        nothing = FirstBatch(num_rows=8, num_tokens=0, precision=precision)
+        return first_batch._judged(nothing, cast(Any, made), ours, expected, expected)
+
+    assert judged(error).passed is False
+    assert part in str(judged(error).reason)
+    assert judged(error / 20).passed is True
 
 
 def _twice(backward: Any) -> Any:
