@@ -23,6 +23,9 @@ _SHORT_TABLE = 1026
 #: Token ids of a model that has no vocabulary: code points.
 _LETTERS = 128
 
+#: Rows of a large batch in the check of independence, and of the small ones that it is held to.
+MANY, FEW = 40, 5
+
 #: What the attention kernel is chosen by: the typical length, and its name, where each is known.
 Kernel = tuple[int | None, str | None]
 
@@ -98,6 +101,11 @@ def make_sequences(whole_config: Any, max_length: int) -> list[np.ndarray]:
     inner, special = sequences[-1][1:-1], _special_ids(whole_config)
     inner[: len(special)] = special[: len(inner)]
     return sequences
+
+
+def many_sequences(whole_config: Any, max_length: int) -> list[np.ndarray]:
+    """Random token ids of as many short sequences as a batch may have: some models see how many rows there are."""
+    return random_sequences(whole_config, [min(5, max_length), min(2, max_length)] * (MANY // 2))
 
 
 def _special_ids(whole_config: Any) -> list[int]:

@@ -43,8 +43,10 @@ from brimful.models.model_stats import layers_of, linear_parameters
 from brimful.models.packed import equivalence_cache
 from brimful.models.packed.alike_rows import alike_independent
 from brimful.models.packed.check_inputs import (
+    FEW,
     Kernel,
     make_sequences,
+    many_sequences,
     one_layer_of_each_kind,
     packed_row,
     padded_rows,
@@ -75,8 +77,8 @@ from brimful.models.packed.tried_row import (
 class Equivalence:
     """Result of the check on one model.
 
-    packed: it may run packed, in `form`. independent: rows of a batch do not influence one another, in eval mode.
-    alike_independent: rows of one length do not, which have no padding.
+    packed: it may run packed, in `form`. independent: rows of a batch do not influence one another, in eval mode,
+    however many. alike_independent: rows of one length do not, which have no padding.
     mixes_in_training: in train mode they do. draws_in_training: it draws random numbers besides dropout, such as
     LayerDrop's, which differ from one part of a batch to the next.
     *_error: measured relative differences, None where the check did not get that far; kernel_error and float8_error are
@@ -186,8 +188,9 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
             why = f"{small.config.model_type} does not take short sequences: {said[0][:100]}"
             alike = alike_independent(padded, sequences)
             return Equivalence(packed=False, independent=False, alike_independent=alike, reason=why)
-        mixes, draws = _training_only(padded, sequences)
-        if not relative_error(plain, alone) <= TOLERANCES["fp32"].logits:
+        mixes, draws = _training_only(padded, sequences, max_length)
+        mixed = not relative_error(plain, alone) <= TOLERANCES["fp32"].logits
+        if mixed or _mixes_many(padded, max_length):
             why = "the result of a row depends on the other rows of its batch, or on its padding"
             alike = not draws and alike_independent(padded, sequences)
             return Equivalence(
@@ -225,7 +228,22 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
             raise _KernelsFailedError(replace(found, reason=why)) from failure
 
 
-def _training_only(padded: PaddedModel, sequences: Sequence[np.ndarray]) -> tuple[bool, bool]:
+def _many_rows(config: Any, max_length: int) -> tuple[Inputs, list[Inputs]]:
+    """Many short rows, as one batch and as batches of few."""
+    sequences = many_sequences(config, max_length)
+    parts = [padded_rows(sequences[start : start + FEW], config) for start in range(0, len(sequences), FEW)]
+    return padded_rows(sequences, config), parts
+
+
+def _mixes_many(padded: PaddedModel, max_length: int) -> bool:
+    """Return whether the results of many rows are others than those of the same rows, a few at a time."""
+    many, parts = _many_rows(padded.model.config, max_length)
+    with torch.no_grad():
+        together, apart = padded(many).logits, torch.cat([padded(part).logits for part in parts])
+    return not relative_error(together, apart) <= TOLERANCES["fp32"].logits
+
+
+def _training_only(padded: PaddedModel, sequences: Sequence[np.ndarray], max_length: int) -> tuple[bool, bool]:
     """Return whether rows influence one another in train mode, and whether the model draws random numbers there."""
     small = padded.model
     whole, *twice = (padded_rows(rows, small.config) for rows in (sequences, *([one, one] for one in sequences)))
@@ -233,11 +251,12 @@ def _training_only(padded: PaddedModel, sequences: Sequence[np.ndarray]) -> tupl
     def run(inputs: Inputs) -> Tensor:
         return padded(inputs).logits
 
-    buffers = [(buffer, buffer.clone()) for buffer in small.buffers()]
+    tolerance, buffers = TOLERANCES["fp32"].logits, [(buffer, buffer.clone()) for buffer in small.buffers()]
     small.train()
     try:
         draws = draws_numbers(partial(run, whole))
-        mixes = mixes_rows(run, whole, twice, TOLERANCES["fp32"].logits)
+        batches = ((whole, twice, 1), (*_many_rows(small.config, max_length), FEW))
+        mixes = any(mixes_rows(run, all_of, apart, tolerance, rows=rows) for all_of, apart, rows in batches)
     finally:
         small.eval()
         for buffer, value in buffers:

@@ -102,11 +102,14 @@ def draws_numbers(run: Callable[[], Tensor]) -> bool:
     return elsewhere or ((least.drawn or largest.drawn) and not torch.equal(one, other))
 
 
-def mixes_rows(run: Callable[[Inputs], Tensor], whole: Inputs, twice: Sequence[Inputs], tolerance: float) -> bool:
+def mixes_rows(
+    run: Callable[[Inputs], Tensor], whole: Inputs, parts: Sequence[Inputs], tolerance: float, *, rows: int = 1
+) -> bool:
     """True if the result of a row depends on the other rows of its batch.
 
-    whole: all rows. twice: of each row, a batch of it and once more of it: one row alone is refused by some. Numbers
-    that the model draws are the same in each batch, and such as drop no layer.
+    whole: all rows. parts: batches of them, of which the first `rows` count: for one row, a batch of it and once more
+    of it, as one row alone is refused by some. Numbers that the model draws are the same in each batch, and such as
+    drop no layer.
     """
 
     def alike(inputs: Inputs) -> Tensor:
@@ -117,6 +120,6 @@ def mixes_rows(run: Callable[[Inputs], Tensor], whole: Inputs, twice: Sequence[I
 
     with torch.no_grad(), _given_back():
         together = alike(whole)
-        apart = torch.cat([alike(one)[:1] for one in twice])
+        apart = torch.cat([alike(part)[:rows] for part in parts])
     error = (together - apart).norm() / together.norm().clamp_min(1e-30)
     return not float(error) <= tolerance
