@@ -219,8 +219,9 @@ def test_what_a_step_cannot_be() -> None:
     model = FAMILIES["bert"].model()
     with pytest.raises(brimful.OptionError, match="Step has no option 'eval_steps'"):
         brimful.Step(model, num_steps=1, eval_steps=3)
-    with pytest.raises(brimful.OptionError, match="max_length is 4000"):
+    with pytest.raises(brimful.OptionError, match="max_length is 4000") as refused:
         brimful.Step(model, num_steps=1, max_length=4000, device="cpu")
+    assert refused.value.hint == "use at most 80"
     step = brimful.Step(model, **SETTINGS)
     with pytest.raises(brimful.OptionError, match="a batch has 9 rows, and batch_size is 8"):
         step.batch([{"input_ids": [5], "labels": 0}] * 9)

@@ -471,7 +471,10 @@ def _reader(model: Any, options: TrainOptions) -> RowReader:
     """A reader of a model's rows. Raises: OptionError for sequences longer than its positions."""
     config, limit = model.config, max_positions(model.config, model)
     if options.max_length is not None and limit is not None and options.max_length > limit:
-        raise OptionError(f"max_length is {options.max_length}, and the model has positions for {limit} tokens")
+        raise OptionError(
+            f"max_length is {options.max_length}, and the model has positions for {limit} tokens",
+            hint=f"use at most {limit}",
+        )
     return RowReader(
         max_length=options.max_length or min(DEFAULT_MAX_LENGTH, limit or DEFAULT_MAX_LENGTH),
         vocab_size=num_embedded(model) or 1 << 31,  # a table that was made larger is, not its configuration
