@@ -20,6 +20,7 @@ import torch
 import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 import brimful as package
 from brimful.core.callbacks import Callbacks
@@ -367,6 +368,21 @@ def test_a_text_without_any_token_has_no_answer(tmp_path: Path) -> None:
         found = classifier(texts, top_k=None)
     assert (found[0], found[2]) == ([], [])
     same_objects([found[1], found[3]], pipeline(tmp_path)(["a", "the film"], top_k=None))
+
+
+def test_scores_that_are_not_finite_are_counted_aloud(tmp_path: Path) -> None:
+    """Once a call. A text that is none, or that has no candidates, has no answer either, and was not asked about."""
+    file, heard = save_classifier(tmp_path, NLI) / "model.safetensors", Heard()
+    weights = load_file(file)
+    weights["classifier.bias"][:] = float("nan")
+    save_file(weights, file, {"format": "pt"})
+    with fp32(tmp_path, callbacks=heard) as classifier:
+        assert [answer["label"] for answer in classifier(["good", None, "bad"])] == [None] * 3
+        assert classifier("good") == [{"label": None, "score": None}]
+        classifier(["good", None, "bad"], labels=[["a", "b"], ["a"], []])
+    said = "no answer, as the model's scores are not finite"
+    counts = ["2 of 3 texts have", "1 of 1 texts has", "1 of 3 texts has"]
+    assert heard.warnings == [f"{count} {said}" for count in counts]
 
 
 # Company

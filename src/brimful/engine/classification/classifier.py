@@ -236,13 +236,15 @@ class ModelClassifier:
         if not len(window):
             return
         runner, stages, num_truncated, num_done = self._ready_runner(request, window), Stages(), 0, 0
+        num_lost = 0
 
         def write(_: Texts, asked: Asked, logits: Logits) -> None:
-            nonlocal num_truncated, num_done
+            nonlocal num_truncated, num_done, num_lost
             for row, said in asked.faults.items():
                 raise DataError(f"texts[{num_done + row}]: {said}", hint=OTHER_TOKENIZER)
             num_done += len(asked.num_tokens_N)
             num_truncated += int(asked.truncated_N.sum())
+            num_lost += _num_lost(request, asked, logits)
             keep(asked, logits)
 
         size = WindowSize.on(self._precision.device.type, sequences_per_row=request.sequences_per_row)
@@ -256,6 +258,11 @@ class ModelClassifier:
         )
         if num_truncated:
             self._tell_of_cut(num_truncated, len(window))
+        if num_lost:
+            have = "has" if num_lost == 1 else "have"
+            self._callbacks.warning(
+                f"{num_lost:,} of {len(window):,} texts {have} no answer, as the model's scores are not finite"
+            )
 
     def _tell_of_cut(self, num_truncated: int, num_texts: int) -> None:
         """A warning; where the length was asked for, a note."""
@@ -288,6 +295,14 @@ class ModelClassifier:
         if self._options.num_workers is not None:
             return self._options.num_workers
         return choose_workers(window.num_bytes, self._precision.device.type, num_cores() or 1)
+
+
+def _num_lost(request: Request, asked: Asked, logits: Logits) -> int:
+    """Texts that were read and have no answer, as a score of the model is not finite."""
+    if np.isfinite(logits).all():
+        return 0
+    scores = request.form.columns(logits, asked.candidates)["score"]
+    return int((scores.is_null().to_numpy(zero_copy_only=False) & (asked.num_tokens_N > 0)).sum())
 
 
 class _KeptTokens:
