@@ -20,6 +20,7 @@ from brimful.step.forward import Forward, LayoutForward, PendingLogits
 from brimful.step.graphs.captured_forward import PackedForward, PaddedForward
 from brimful.step.graphs.captured_step import CapturedStep
 from brimful.tasks.evaluation import Evaluation
+from brimful.tasks.label_rows import Targets
 from brimful.tasks.task import Task
 
 #: Numbers of rows, and their logits.
@@ -183,7 +184,7 @@ def _part(tokens: Tokens, ranks: Ranks) -> np.ndarray:
 
 
 def evaluate_rows(
-    forward: Forward, tokens: Tokens, targets_N: np.ndarray, task: Task, *, progress: Callable[[], None],
+    forward: Forward, tokens: Tokens, targets_N: Targets, task: Task, *, progress: Callable[[], None],
     also: Callable[[np.ndarray, np.ndarray], None] | None = None, ranks: Ranks = ALONE,
 ) -> Evaluation:  # fmt: skip
     """Loss and metrics of all rows, each of which has tokens, a window at a time: no logits are kept.

@@ -48,6 +48,7 @@ from brimful.models.hub.adapters import config_file
 from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer, tokenizer_files
 from brimful.models.hub.label_alignment import Alignment, align_labels
 from brimful.models.packed.packed_forward import has_token_types
+from brimful.tasks.label_rows import LabelRows, Targets
 from brimful.tasks.task import Task, make_task
 
 #: Rows that a transform is tried on before anything is made.
@@ -60,7 +61,7 @@ class Part:
 
     examples: Examples
     tokens: Tokens
-    targets_N: np.ndarray
+    targets_N: Targets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,24 +310,21 @@ def _tokenized(
     return Part(examples=examples, tokens=tokens, targets_N=_in_order(examples, space))
 
 
-def _in_order(examples: Examples, space: LabelSpace) -> np.ndarray:
+def _in_order(examples: Examples, space: LabelSpace) -> Targets:
     """Targets in the model's output order; those of examples are in the order of their own label space."""
     targets, own = examples.targets, examples.space
     assert targets is not None
     assert own is not None
-    if space.task == "regression":
-        by_column = targets.reshape(len(examples), -1).astype(np.float32)
-        return by_column[:, [own.names.index(name) for name in space.names]]
     place: np.ndarray = np.array(
         [space.values[label] for label in sorted(own.values, key=lambda label: own.values[label])]
     )
-    if space.task == "single_label":
-        classes: np.ndarray = place[targets]
-        return classes
-    moved = np.zeros((len(examples), space.num_outputs), dtype=np.uint8)
-    for column, output in enumerate(place):  # --label-map may give two labels one output
-        moved[:, output] = np.maximum(moved[:, output], targets[:, column])
-    return moved
+    if isinstance(targets, LabelRows):
+        return targets.renamed(place, space.num_outputs)  # --label-map may give two labels one output
+    if space.task == "regression":
+        by_column = targets.reshape(len(examples), -1).astype(np.float32)
+        return by_column[:, [own.names.index(name) for name in space.names]]
+    classes: np.ndarray = place[targets]
+    return classes
 
 
 def _check_metric(options: TrainOptions, task: Task) -> None:

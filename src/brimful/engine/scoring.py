@@ -21,6 +21,7 @@ from brimful.data.writers.row_files import FORMS, Form, TableFile, form_of
 from brimful.diagnosis.answers import findings_of_answers
 from brimful.diagnosis.learning import Course
 from brimful.diagnosis.rows import RowFacts
+from brimful.tasks.label_rows import LabelRows, Targets
 from brimful.tasks.scoring.mistakes import WrongRow
 from brimful.tasks.scoring.scorers import Scored
 
@@ -129,15 +130,14 @@ def prediction_form(path: Path) -> Form:
     return form
 
 
-def truth_column(space: LabelSpace, targets_S: npt.NDArray[Any]) -> pa.Array:
+def truth_column(space: LabelSpace, targets_S: Targets) -> pa.Array:
     """True labels as answers are written: a name, a list of names, a number, or a list of numbers."""
     names = pa.array(space.names, pa.large_string())
+    if isinstance(targets_S, LabelRows):
+        offsets, labels = pa.array(targets_S.offsets_N1, pa.int64()), pa.array(targets_S.labels_E)
+        return pa.LargeListArray.from_arrays(offsets, names.take(labels))
     if space.task == "single_label":
         return names.take(pa.array(targets_S.astype(np.int64)))
-    if space.task == "multi_label":
-        rows, labels = np.nonzero(targets_S > 0.5)
-        offsets = np.searchsorted(rows, np.arange(len(targets_S) + 1))
-        return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), names.take(pa.array(labels)))
     by_row = targets_S.reshape(len(targets_S), -1).astype(np.float64)
     if by_row.shape[1] == 1:
         return pa.array(by_row[:, 0])

@@ -12,7 +12,6 @@ import math
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from brimful.core.errors import ModelError, printable
@@ -22,6 +21,7 @@ from brimful.core.units import target_text
 from brimful.models.hub.inspection import ModelFacts
 from brimful.models.hub.label_alignment import Alignment
 from brimful.models.hub.last_linear import last_linear, last_linear_of
+from brimful.tasks.label_rows import Targets, dense
 
 #: Means and spreads that a head trains on as they are.
 _MOST_MEAN, _LEAST_SPREAD, _MOST_SPREAD = 1.0, 0.1, 3.0
@@ -30,7 +30,7 @@ _UNEQUAL = 10.0
 
 
 def choose_scale(
-    options: TrainOptions, alignment: Alignment, facts: ModelFacts, targets: npt.NDArray[Any], before: Run | None
+    options: TrainOptions, alignment: Alignment, facts: ModelFacts, targets: Targets, before: Run | None
 ) -> TargetScale | None:
     """The scale of training targets; None where they are trained on as they are. before: the run that goes on, which
     keeps its own."""
@@ -39,7 +39,7 @@ def choose_scale(
     space = alignment.space
     if space.task != "regression" or alignment.head != "new" or options.target_scaling == "off" or options.peft:
         return None
-    by_row = targets.reshape(len(targets), -1).astype(np.float64)
+    by_row = dense(targets).reshape(len(targets), -1).astype(np.float64)
     means_C, spread = by_row.mean(0), math.sqrt(float(by_row.var(0).mean()))
     if not spread or (np.abs(means_C).max() <= _MOST_MEAN and _LEAST_SPREAD <= spread <= _MOST_SPREAD):
         return None
@@ -62,11 +62,11 @@ def scale_text(scale: TargetScale) -> str:
     )
 
 
-def spread_doubt(space: LabelSpace, targets: npt.NDArray[Any]) -> str | None:
+def spread_doubt(space: LabelSpace, targets: Targets) -> str | None:
     """One line about columns of numbers of which one outweighs another in the loss, which has one unit for all."""
     if space.task != "regression" or space.num_outputs == 1 or not len(targets):
         return None
-    spreads_C = targets.reshape(len(targets), -1).astype(np.float64).std(0)
+    spreads_C = dense(targets).reshape(len(targets), -1).astype(np.float64).std(0)
     least, most = int(spreads_C.argmin()), int(spreads_C.argmax())
     if spreads_C[most] < _UNEQUAL * spreads_C[least]:
         return None

@@ -6,7 +6,7 @@ rows have weights of their own, each addend is times its row's weight, and the d
 
     task           row's addend to the sum               denominator              targets
     single_label   cross entropy x weight of its class   sum of those weights     (S,)   int64
-    multi_label    sum over outputs of cross entropies   rows x outputs           (S, C) float32; all rows: uint8
+    multi_label    sum over outputs of cross entropies   rows x outputs           (S, C) float32; all rows: LabelRows
     regression     sum over outputs of squared errors    rows x outputs           (S, C) float32
 
 Legend: S rows (slots of a micro-batch), N all rows, C outputs.
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from brimful.core.errors import OptionError, printable
 from brimful.core.records import LabelSpace, TargetScale
+from brimful.tasks.label_rows import Targets, dense, label_counts
 from brimful.tasks.metrics.accumulators import Accumulator, ClassMetrics, Metrics, NumberMetrics, SetMetrics
 
 
@@ -138,7 +139,7 @@ class Regression(Task):
 
 
 def make_task(
-    space: LabelSpace, targets_N: np.ndarray, class_weights: str | np.ndarray | None = None, smoothing: float = 0.0,
+    space: LabelSpace, targets_N: Targets, class_weights: str | np.ndarray | None = None, smoothing: float = 0.0,
     weights_N: np.ndarray | None = None, scale: TargetScale | None = None,
 ) -> Task:  # fmt: skip
     """The task of a label space. `targets_N`, the training targets, are what `balanced` weights are counted on.
@@ -159,7 +160,7 @@ def make_task(
 
 
 def _class_weights_C(
-    text: str | None, space: LabelSpace, targets_N: np.ndarray, weights_N: np.ndarray | None
+    text: str | None, space: LabelSpace, targets_N: Targets, weights_N: np.ndarray | None
 ) -> np.ndarray | None:
     if text is None:
         return None
@@ -214,18 +215,18 @@ def _weights_in_json(text: str) -> list[tuple[str, Any]]:
         raise OptionError(said, hint='as in {"sports, games": 3, "other": 1}') from error
 
 
-def _balanced_weights_C(space: LabelSpace, targets_N: np.ndarray, weights_N: np.ndarray) -> np.ndarray:
+def _balanced_weights_C(space: LabelSpace, targets_N: Targets, weights_N: np.ndarray) -> np.ndarray:
     """Single label: rows / (classes x rows of the class). Multi-label: negatives / positives. 1 for one not seen.
 
     weights_N: rows that each row counts as.
     """
     num_rows = weights_N.sum(dtype=np.float64)
     if space.task == "single_label":
-        counts_C = np.bincount(targets_N, weights=weights_N, minlength=space.num_outputs)
+        counts_C = np.bincount(dense(targets_N), weights=weights_N, minlength=space.num_outputs).astype(np.float64)
         seen_C = np.where(counts_C > 0, counts_C, 1.0)
         weights_C = num_rows / (max(1, np.count_nonzero(counts_C)) * seen_C)
     else:
-        counts_C = weights_N.astype(np.float64) @ targets_N
+        counts_C = label_counts(targets_N, weights_N)
         seen_C, least = np.where(counts_C > 0, counts_C, 1.0), num_rows / max(1, len(targets_N))
         weights_C = np.maximum(num_rows - counts_C, least) / seen_C
     return np.where(counts_C > 0, weights_C, 1.0).astype(np.float32)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -26,6 +27,7 @@ from brimful.data.readers.column_types import tidy
 from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import read_rows
 from brimful.engine.evaluation.truth import read_truth
+from brimful.tasks.label_rows import dense
 
 _WAYS = "leave such rows out, or name the label that is meant by --label-map"
 
@@ -42,9 +44,13 @@ def detected(*values: Any, task: TaskChoice = "auto", **more: list[Any]) -> Labe
     return detect_labels(*labelled(*values, **more), task)
 
 
+def targets_of(*given: Any) -> npt.NDArray[Any]:
+    return dense(encode_labels(*given))
+
+
 def encoded(*values: Any, task: TaskChoice = "auto", **more: list[Any]) -> list[Any]:
     rows, columns = labelled(*values, **more)
-    targets = encode_labels(rows, columns, detect_labels(rows, columns, task))
+    targets = targets_of(rows, columns, detect_labels(rows, columns, task))
     return list(targets.tolist())
 
 
@@ -100,7 +106,7 @@ def test_single_label(values: list[Any], names: list[str]) -> None:
 
 def test_single_label_targets() -> None:
     rows, columns = labelled("b", "a", "b")
-    targets = encode_labels(rows, columns, space("single_label", "a", "b"))
+    targets = targets_of(rows, columns, space("single_label", "a", "b"))
     assert (targets.tolist(), targets.dtype) == ([1, 0, 1], np.int64)
     chosen = encode_labels(rows, columns, space("single_label", "a", "b"), np.array([2, 1]))
     assert chosen.tolist() == [1, 0]
@@ -109,14 +115,14 @@ def test_single_label_targets() -> None:
 def test_numbers_are_one_label_however_they_are_written() -> None:
     known = detected(0, 1, 1)
     for values in ([1, 0], [1.0, 0.0], ["1", "0"], ["1.0", "0.0"], ["1.00", "0.0"]):
-        assert encode_labels(*labelled(*values), known).tolist() == [1, 0]
+        assert targets_of(*labelled(*values), known).tolist() == [1, 0]
     truth = detected(True, False)
-    assert encode_labels(*labelled("true", "false"), truth).tolist() == [1, 0]
+    assert targets_of(*labelled("true", "false"), truth).tolist() == [1, 0]
 
 
 def test_names_of_outputs_may_differ_from_values_in_the_data() -> None:
     mapped = LabelSpace(task="single_label", names=("POSITIVE", "NEGATIVE"), values={"pos": 0, "neg": 1, "bad": 1})
-    assert encode_labels(*labelled("neg", "pos", "bad"), mapped).tolist() == [1, 0, 1]
+    assert targets_of(*labelled("neg", "pos", "bad"), mapped).tolist() == [1, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -278,7 +284,7 @@ def test_multi_label(values: list[Any], names: list[str], targets: list[list[int
     seen = detected(*values)
     assert (seen.task, list(seen.names)) == ("multi_label", names)
     assert encoded(*values) == targets
-    assert encode_labels(*labelled(*values), seen).dtype == np.uint8
+    assert targets_of(*labelled(*values), seen).dtype == np.uint8
 
 
 def test_multi_label_when_asked_for() -> None:
@@ -290,9 +296,9 @@ def test_multi_label_when_asked_for() -> None:
 
 def test_multi_label_of_texts_in_other_combinations() -> None:
     known = space("multi_label", "x", "y", "a|b")
-    assert encode_labels(*labelled("y|x"), known).tolist() == [[1, 1, 0]]
-    assert encode_labels(*labelled("a|b", "x"), known).tolist() == [[0, 0, 1], [1, 0, 0]]
-    assert encode_labels(*labelled('["y"]'), known).tolist() == [[0, 1, 0]]
+    assert targets_of(*labelled("y|x"), known).tolist() == [[1, 1, 0]]
+    assert targets_of(*labelled("a|b", "x"), known).tolist() == [[0, 0, 1], [1, 0, 0]]
+    assert targets_of(*labelled('["y"]'), known).tolist() == [[0, 1, 0]]
 
 
 def test_multi_label_of_columns() -> None:
@@ -303,13 +309,13 @@ def test_multi_label_of_columns() -> None:
 
 def test_columns_are_put_in_the_order_of_the_outputs() -> None:
     known = space("multi_label", "b", "a")
-    assert encode_labels(*labelled(a=[1, 0], b=[0, 0]), known).tolist() == [[0, 1], [0, 0]]
+    assert targets_of(*labelled(a=[1, 0], b=[0, 0]), known).tolist() == [[0, 1], [0, 0]]
 
 
 def test_chosen_rows_of_lists() -> None:
     rows, columns = labelled(["x"], ["x", "y"], ["y"])
     known = space("multi_label", "x", "y")
-    assert encode_labels(rows, columns, known, np.array([1, 2])).tolist() == [[1, 1], [0, 1]]
+    assert targets_of(rows, columns, known, np.array([1, 2])).tolist() == [[1, 1], [0, 1]]
     rows, columns = labelled(["x"], ["x", "z"])
     with pytest.raises(DataError, match=r"row 2: column 'label' has an unknown label: 'z'"):
         encode_labels(rows, columns, known, np.array([1]))
@@ -384,7 +390,7 @@ def test_regression(values: list[Any]) -> None:
 
 def test_regression_targets() -> None:
     rows, columns = labelled("0.5", " 1 ", "-2e3")
-    targets = encode_labels(rows, columns, space("regression", "label"))
+    targets = targets_of(rows, columns, space("regression", "label"))
     assert (targets.tolist(), targets.dtype, targets.shape) == ([0.5, 1, -2000], np.float32, (3,))
     assert encoded(3, 4, task="regression") == [3, 4]
     assert encoded(True, False, task="regression") == [1, 0]
@@ -490,9 +496,7 @@ def test_labels_of_every_format_meet(tmp_path: Path) -> None:
     from_csv, from_json = (read_rows(str(tmp_path / name)) for name in ("rows.csv", "rows.jsonl"))
     known = detect_labels(from_csv, columns)
     assert known == detect_labels(from_json, columns)
-    assert (
-        encode_labels(from_json, columns, known).tolist() == encode_labels(from_csv, columns, known).tolist() == [1, 0]
-    )
+    assert targets_of(from_json, columns, known).tolist() == targets_of(from_csv, columns, known).tolist() == [1, 0]
 
 
 #: Never a number, nor a list of them.
@@ -503,7 +507,7 @@ names = st.text(st.characters(exclude_categories=["Cs"]), max_size=5).map("l".__
 def test_single_labels_come_back(values: list[str]) -> None:
     rows, columns = labelled(*values)
     known = detect_labels(rows, columns, "single_label")
-    assert [known.names[target] for target in encode_labels(rows, columns, known)] == values
+    assert [known.names[target] for target in targets_of(rows, columns, known)] == values
 
 
 @given(st.lists(st.lists(names, max_size=4, unique=True), min_size=1, max_size=20).filter(any))
@@ -511,7 +515,7 @@ def test_lists_of_labels_come_back(values: list[list[str]]) -> None:
     for written in (values, [json.dumps(each) for each in values], [json.dumps(e, ensure_ascii=False) for e in values]):
         rows, columns = labelled(*written)
         known = detect_labels(rows, columns, "multi_label")
-        targets = encode_labels(rows, columns, known)
+        targets = targets_of(rows, columns, known)
         assert [{known.names[i] for i in np.flatnonzero(row)} for row in targets] == [set(each) for each in values]
 
 

@@ -27,6 +27,7 @@ from brimful.data.tokens.augment import Augmenter, worker_errors
 from brimful.data.tokens.encoder import Tokens
 from brimful.hardware.memory import is_out_of_memory
 from brimful.hardware.streams import stream_for
+from brimful.tasks.label_rows import Targets
 from brimful.tasks.task import Task
 
 #: Batches that wait, staged, for the step.
@@ -54,7 +55,7 @@ class Source:
     def __init__(
         self,
         tokens: Tokens,
-        targets_N: np.ndarray,
+        targets_N: Targets,
         task: Task,
         layout: Layout,
         order: Sampler,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 
@@ -16,11 +16,12 @@ import pyarrow.compute as pc
 from brimful.core.errors import listed, printable
 from brimful.core.records import LabelSpace
 from brimful.data.labels.columns import Columns
-from brimful.data.labels.examples import Examples, text_keys
+from brimful.data.labels.examples import Examples, rows_of_labels, text_keys
 from brimful.data.labels.label_columns import LabelColumn
 from brimful.data.labels.label_sets import detect_sets
 from brimful.data.labels.missing import missing_words, said_of_words
 from brimful.data.readers.rows import Rows
+from brimful.tasks.label_rows import dense
 
 _NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]{1,9})?", re.IGNORECASE)
 #: Groups and labels that a line names.
@@ -121,25 +122,21 @@ _SPELLINGS: Mapping[str, Callable[[str], str | Decimal]] = {
 
 def _num_in_lists(column: LabelColumn) -> int:
     """Labels that the values give when they are cut, 0 where they do not look like lists."""
-    values = column.distinct.to_pylist()
-    if not any("," in value for value in values):
+    num_values = len(column.distinct)
+    if not pc.any(pc.match_substring(column.distinct, ","), min_count=0).as_py():
         return 0
-    sets = detect_sets(values, asked=True) or {}
-    uses = Counter(label for labels in sets.values() for label in labels)
-    num_cut = sum(len(labels) > 1 for labels in sets.values())
-    is_list = num_cut >= max(2, _LISTS * len(values)) and len(uses) < len(values) and max(uses.values()) > 1
-    return len(uses) if is_list and all(len(label.split()) <= _FEW for label in uses) else 0
+    sets = detect_sets(column.distinct, asked=True)
+    if sets is None or sets.num_cut < max(2, _LISTS * num_values):
+        return 0
+    is_list = len(sets.labels) < num_values and sets.uses().max() > 1
+    return len(sets.labels) if is_list and all(len(label.split()) <= _FEW for label in sets.labels) else 0
 
 
 def _num_rows(examples: Examples) -> list[int]:
     targets, space = examples.targets, examples.space
     assert targets is not None
     assert space is not None
-    if space.task == "multi_label":
-        counts = np.count_nonzero(targets, axis=0)
-    else:
-        counts = np.bincount(targets, minlength=space.num_outputs)
-    return [int(count) for count in counts]
+    return [int(count) for count in rows_of_labels(targets, space.num_outputs)]
 
 
 def _conflicts(examples: Examples) -> str | None:
@@ -147,7 +144,7 @@ def _conflicts(examples: Examples) -> str | None:
     targets, space = examples.targets, examples.space
     if targets is None or space is None or space.task != "single_label":
         return None
-    texts = text_keys(examples).combine_chunks()
+    texts, targets = text_keys(examples).combine_chunks(), dense(targets)
     groups = pc.dictionary_encode(texts).indices.to_numpy(zero_copy_only=False)
     order = np.lexsort((targets, groups))
     differs = (np.diff(groups[order]) == 0) & (np.diff(targets[order]) != 0)

@@ -21,6 +21,7 @@ from brimful.data.labels.columns import Columns, joined_texts
 from brimful.data.labels.label_columns import LabelColumn
 from brimful.data.labels.label_space import encode_labels, has_labels
 from brimful.data.readers.rows import Rows
+from brimful.tasks.label_rows import LabelRows, Targets, dense, taken
 
 _BINS = 10
 #: A character that is no white space of Unicode. Trimming would copy every text.
@@ -43,7 +44,7 @@ class Examples:
     space: LabelSpace | None
     texts: pa.ChunkedArray
     pairs: pa.ChunkedArray | None
-    targets: npt.NDArray[Any] | None
+    targets: Targets | None
     row_numbers: npt.NDArray[np.int64]
     num_unlabelled: int = 0
     weights: npt.NDArray[np.float32] | None = None
@@ -58,7 +59,7 @@ class Examples:
             self,
             texts=self.texts.filter(mask),
             pairs=None if self.pairs is None else self.pairs.filter(mask),
-            targets=None if self.targets is None else self.targets[chosen_N],
+            targets=None if self.targets is None else taken(self.targets, chosen_N),
             weights=None if self.weights is None else self.weights[chosen_N],
             row_numbers=self.row_numbers[chosen_N],
         )
@@ -140,7 +141,7 @@ def split_examples(examples: Examples, share: float, seed: int) -> tuple[Example
         group_N = np.arange(len(examples))
         held_out = _chosen_by_stratum(strata, share, np.random.default_rng(seed))
     targets = examples.targets
-    if targets is not None and examples.space is not None and examples.space.task == "multi_label":
+    if isinstance(targets, LabelRows):
         _give_back_lone_labels(held_out, targets, group_N)
     if not held_out.any():
         alone = len(np.unique(strata)) == len(strata)
@@ -199,19 +200,31 @@ def describe(train: Examples, evaluation: Examples | None, empty_rows: int = 0) 
 def _strata(examples: Examples) -> npt.NDArray[np.int64]:
     """(N,) the group of each example; every group is split in the same share."""
     targets, space = examples.targets, examples.space
+    if isinstance(targets, LabelRows):
+        return _combinations(targets)
     if targets is None or space is None or (targets.ndim > 1 and space.task == "regression"):
         return np.zeros(len(examples), np.int64)
     if space.task == "single_label":
         return targets.astype(np.int64, copy=False)
-    if space.task == "regression":
-        ranks = np.argsort(np.argsort(targets, kind="stable"), kind="stable")
-        bins = _BINS if len(examples) >= 2 * _BINS else 1
-        return np.asarray(ranks * bins // max(1, len(examples)), np.int64)
-    bits = np.packbits(targets.astype(bool), axis=1)
-    _, groups, counts = np.unique(bits, axis=0, return_inverse=True, return_counts=True)
-    groups = groups.reshape(-1)
-    # Combinations that stand once would all stay in training: together they are a group of their own.
-    return np.asarray(np.where(counts[groups] == 1, len(counts), groups), np.int64)
+    ranks = np.argsort(np.argsort(targets, kind="stable"), kind="stable")
+    bins = _BINS if len(examples) >= 2 * _BINS else 1
+    return np.asarray(ranks * bins // max(1, len(examples)), np.int64)
+
+
+def _combinations(targets: LabelRows) -> npt.NDArray[np.int64]:
+    """(N,) the number of each row's combination of labels, in the order of their flags.
+
+    Combinations that stand once would all stay in training: together they are a group of their own, the last one.
+    """
+    rows = pa.array(part.tobytes() for part in np.split(targets.labels_E, targets.offsets_N1[1:-1]))
+    coded = rows.dictionary_encode()
+    group_N = coded.indices.to_numpy()
+    several = np.flatnonzero(np.bincount(group_N, minlength=len(coded.dictionary)) > 1)
+    flags = [tuple(-np.frombuffer(coded.dictionary[int(group)].as_py(), np.int32)) for group in several]
+    order = sorted(range(len(several)), key=flags.__getitem__)
+    number_G = np.full(len(coded.dictionary), len(several))
+    number_G[several[order]] = np.arange(len(several))
+    return np.asarray(number_G[group_N], np.int64)
 
 
 def _chosen_by_stratum(
@@ -249,12 +262,9 @@ def _groups(examples: Examples) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.i
     return np.unique(group_N, return_index=True)[1], group_N
 
 
-def _give_back_lone_labels(
-    held_out: npt.NDArray[np.bool_], targets: npt.NDArray[np.uint8], group_N: npt.NDArray[np.int64]
-) -> None:
+def _give_back_lone_labels(held_out: npt.NDArray[np.bool_], targets: LabelRows, group_N: npt.NDArray[np.int64]) -> None:
     """Moves a text back to training for each label that only the evaluation has, in place."""
-    for label in range(targets.shape[1]):
-        having = np.flatnonzero(targets[:, label])
+    for having in targets.having():
         if len(having) and held_out[having].all():
             held_out[group_N == group_N[having[0]]] = False
 
@@ -267,13 +277,17 @@ def _balance(examples: Examples, prefix: str) -> dict[str, Any]:
     if targets is None or space is None:
         return {}
     if space.task == "regression":
-        outputs = dict(zip(space.names, targets.reshape(len(targets), -1).T, strict=True))
+        outputs = dict(zip(space.names, dense(targets).reshape(len(targets), -1).T, strict=True))
         return {f"{prefix}target": {name: _spread(values) for name, values in outputs.items()}}
-    if space.task == "multi_label":
-        counts = np.count_nonzero(targets, axis=0)
-    else:
-        counts = np.bincount(targets, minlength=space.num_outputs)
+    counts = rows_of_labels(targets, space.num_outputs)
     return {f"{prefix}labels": dict(zip(space.names, counts.tolist(), strict=True))}
+
+
+def rows_of_labels(targets: Targets, num_labels: int) -> npt.NDArray[np.int64]:
+    """(C,) rows that have each label."""
+    if isinstance(targets, LabelRows):
+        return np.asarray(targets.counts(), np.int64)
+    return np.bincount(targets, minlength=num_labels)
 
 
 def _spread(values: npt.NDArray[np.float32]) -> dict[str, float] | None:

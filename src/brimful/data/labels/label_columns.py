@@ -6,7 +6,8 @@ once by Arrow; Python loops over distinct values at most.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +19,7 @@ import pyarrow.compute as pc
 from brimful.core.errors import DataError, printable
 from brimful.data.labels.missing import WORDS
 from brimful.data.readers.rows import Rows
+from brimful.tasks.label_rows import LabelRows, row_blocks
 
 #: Hints for a label that is missing, and for one in a column of lists.
 _LEAVE_OUT = (
@@ -86,14 +88,18 @@ class LabelColumn:
         lengths = pc.list_value_length(self.values).fill_null(0).to_numpy()
         return np.repeat(np.arange(len(lengths)), lengths)
 
-    def bits(self, num_outputs: int | None = None) -> npt.NDArray[np.uint8] | None:
-        """(N, C) of lists that each hold a 0 or 1 for each of C >= 2 labels (num_outputs, if known); else None."""
+    def bits(self, num_outputs: int | None = None) -> LabelRows | None:
+        """What the lists say where each holds a 0 or 1 for each of C >= 2 labels (num_outputs, if known); else None."""
         lengths, kind = pc.unique(pc.list_value_length(self.values)), self.values.type.value_type
         size = lengths[0].as_py() if len(lengths) == 1 else None
         if size is None or size < 2 or num_outputs not in (None, size) or not _is_numeric(kind):
             return None
-        bits = _as_floats(pc.list_flatten(self.values))
-        return bits.astype(np.uint8).reshape(-1, size) if np.isin(bits, (0, 1)).all() else None
+        elements, blocks = pc.list_flatten(self.values), row_blocks(len(self.values), size)
+        parts = (_as_floats(elements[part.start * size : part.stop * size]).reshape(-1, size) for part in blocks)
+        try:
+            return LabelRows.of_blocks(map(_checked_bits, parts), size)
+        except _NoBitsError:
+            return None
 
     def numbers(self, *, gaps: bool = False) -> npt.NDArray[np.float32]:
         """(N,) the values as numbers. gaps: whether a row may have none, which is NaN then.
@@ -213,6 +219,39 @@ class LabelColumn:
             raise self.error_at(pc.index(texts, wrong).as_py(), "holds no number", wrong.as_py(), hint)
         places = pc.index_in(texts, distinct).fill_null(len(distinct)).to_numpy()
         return np.asarray(np.append(parsed, np.nan)[places])
+
+
+def read_flags(columns: Sequence[LabelColumn]) -> tuple[LabelRows, npt.NDArray[np.bool_]]:
+    """(N, C) of C columns of 0 and 1, and (N,) the rows that have a number in all of them; a column at a time.
+
+    Raises: DataError for the first row with another number, among those.
+    """
+    num_rows = len(columns[0].values)
+    there_N, wrong = np.ones(num_rows, np.bool_), list[npt.NDArray[np.int64]]()
+    rows = list[npt.NDArray[np.int64]]()
+    for column in columns:
+        numbers = replace(column).numbers(gaps=True)  # a column of its own, which keeps them no longer
+        missing_N = np.isnan(numbers)
+        there_N &= ~missing_N
+        rows.append(np.flatnonzero(numbers == 1))
+        wrong.append(np.flatnonzero(~missing_N & (numbers != 0) & (numbers != 1)))
+    firsts = [int(each[there_N[each]].min(initial=num_rows)) for each in wrong]
+    if (first := min(firsts)) < num_rows:
+        column = columns[firsts.index(first)]
+        said, shown = "says whether the row has this label, by 0 or 1", column.values[first].as_py()
+        raise column.error_at(first, said, shown, "write 1 for yes, 0 for no")
+    labels_E = np.repeat(np.arange(len(columns)), [len(each) for each in rows])
+    return LabelRows.of_pairs(np.concatenate(rows), labels_E, (num_rows, len(columns))), there_N
+
+
+class _NoBitsError(ValueError):
+    """A number that is neither 0 nor 1."""
+
+
+def _checked_bits(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if not np.isin(bits, (0, 1)).all():
+        raise _NoBitsError
+    return bits
 
 
 def parse_numbers(texts: pa.Array) -> npt.NDArray[np.float64] | None:

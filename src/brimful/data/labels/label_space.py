@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +15,11 @@ from brimful.core.errors import DataError, listed, printable
 from brimful.core.options.choices import TaskChoice
 from brimful.core.records import LabelSpace, TaskName
 from brimful.data.labels.columns import Columns
-from brimful.data.labels.label_columns import IS_IT_RIGHT, LabelColumn, parse_numbers
-from brimful.data.labels.label_sets import detect_sets, known_sets, num_bits
+from brimful.data.labels.label_columns import IS_IT_RIGHT, LabelColumn, parse_numbers, read_flags
+from brimful.data.labels.label_sets import detect_sets, known_sets
 from brimful.data.labels.missing import WORDS
 from brimful.data.readers.rows import Rows
+from brimful.tasks.label_rows import LabelRows, Targets
 
 _MOST_NUMBERED_CLASSES = 50
 _MOST_CLASSES = 1000
@@ -132,8 +133,8 @@ def encode_labels(
     row_numbers: npt.NDArray[np.int64] | None = None,
     *,
     missing_is_none: bool = False,
-) -> npt.NDArray[Any]:
-    """The target of each row: single_label int64 (N,); multi_label uint8 (N, C); regression float32 (N,) or (N, K).
+) -> Targets:
+    """The target of each row: single_label int64 (N,); multi_label LabelRows (N, C); regression float32 (N,) or (N, K).
 
     row_numbers: (N,) the rows to encode; None for all. missing_is_none: in multi_label, a row without labels has none.
     Raises: DataError with file and row for a label that is missing, not finite, or not in `space`.
@@ -200,7 +201,7 @@ def _classes(column: LabelColumn, task: TaskName, classes: Iterable[str]) -> Lab
 def _names_in_lists(column: LabelColumn) -> list[str]:
     bits = column.bits()
     if bits is not None:
-        return _numbered(bits.shape[1])
+        return _numbered(bits.num_labels)
     names: list[str] = pc.unique(column.elements).drop_null().to_pylist()
     if pa.types.is_floating(column.values.type.value_type) and _are_amounts(pa.array(names, pa.large_string()), 0):
         raise column.error("holds lists of amounts", "for several numbers per row, give each its own column")
@@ -212,10 +213,8 @@ def _names_in_sets(column: LabelColumn, *, asked: bool) -> list[str] | None:
     may_be_sets = pc.match_substring_regex(column.distinct, r"^\s*\[|[|;]")
     if not asked and not pc.any(may_be_sets, min_count=0).as_py():
         return None
-    sets = detect_sets(column.distinct.to_pylist(), asked=asked)
-    if sets is None:
-        return None
-    return _numbered(num_bits(sets)) or list({label for several in sets.values() for label in several})
+    sets = detect_sets(column.distinct, asked=asked)
+    return None if sets is None else _numbered(sets.num_bits()) or list(sets.labels)
 
 
 def _numbered(count: int) -> list[str]:
@@ -243,48 +242,38 @@ def _are_indices(numbers: npt.NDArray[np.float64]) -> bool:
 # Targets
 
 
-def _encode_flags(columns: Sequence[LabelColumn]) -> npt.NDArray[np.uint8]:
+def _encode_flags(columns: Sequence[LabelColumn]) -> LabelRows:
     """(N, C) of C columns of 0 and 1."""
-    flags = list[npt.NDArray[np.uint8]]()
     for column in columns:
-        numbers = column.numbers()
-        wrong = ~np.isin(numbers, (0, 1))
-        if wrong.any():
-            first = int(wrong.argmax())
-            said, shown = "says whether the row has this label, by 0 or 1", column.values[first].as_py()
-            raise column.error_at(first, said, shown, "write 1 for yes, 0 for no")
-        flags.append(numbers.astype(np.uint8))
-    return np.stack(flags, axis=1)
+        replace(column).numbers()  # one without a number is said first
+    return read_flags(columns)[0]
 
 
-def _encode_lists(column: LabelColumn, space: LabelSpace, missing_is_none: bool) -> npt.NDArray[np.uint8]:
+def _encode_lists(column: LabelColumn, space: LabelSpace, missing_is_none: bool) -> LabelRows:
     """(N, C) with 1 where the list of a row has the label."""
     if not missing_is_none:
         column.check_present()
     if _is_numbered(space) and (bits := column.bits(space.num_outputs)) is not None:
         return bits
-    targets = np.zeros((len(column.values), space.num_outputs), np.uint8)
-    targets[column.owners, _outputs(column, column.elements, space, column.owners)] = 1
-    return targets
+    outputs = _outputs(column, column.elements, space, column.owners)
+    return LabelRows.of_pairs(column.owners, outputs, (len(column.values), space.num_outputs))
 
 
-def _encode_sets(column: LabelColumn, space: LabelSpace, missing_is_none: bool) -> npt.NDArray[np.uint8]:
+def _encode_sets(column: LabelColumn, space: LabelSpace, missing_is_none: bool) -> LabelRows:
     """(N, C) with 1 where the text of a row stands for the label. An empty text stands for none."""
     if column.values.null_count and not missing_is_none:
         column.check_present()
-    sets = known_sets(column.distinct.to_pylist(), space.values)
-    by_bits = _is_numbered(space) and num_bits(sets) == space.num_outputs
-    targets_of_sets = np.zeros((len(sets) + 1, space.num_outputs), np.uint8)
-    for place, (value, labels) in enumerate(sets.items()):
-        if by_bits:
-            targets_of_sets[place] = [int(bit) for bit in labels]
-            continue
-        for label in labels:
-            if label not in space.values:
-                raise _unknown(column, pc.index(column.texts, value).as_py(), label, space)
-            targets_of_sets[place, space.values[label]] = 1
-    places = pc.index_in(column.texts, column.distinct).fill_null(len(sets)).to_numpy()
-    return np.asarray(targets_of_sets[places])
+    sets = known_sets(column.distinct, space.values)
+    if _is_numbered(space) and sets.num_bits() == space.num_outputs:
+        targets = sets.bits()
+    else:
+        if (unknown := next((label for label in sets.labels if label not in space.values), None)) is not None:
+            value = column.distinct[sets.first_value(unknown)]
+            raise _unknown(column, pc.index(column.texts, value).as_py(), unknown, space)
+        outputs = np.array([space.values[label] for label in sets.labels], np.int64)
+        targets = sets.targets(outputs, space.num_outputs)
+    places = pc.index_in(column.texts, column.distinct).fill_null(len(column.distinct)).to_numpy()
+    return targets.with_empty_row().take(places)
 
 
 def _outputs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from brimful.data.readers.rows import Rows
 from brimful.data.readers.sources import read_rows
 from brimful.engine.evaluation.truth import Truth, read_truth
 from brimful.engine.scoring import PredictionFile, evaluation_of, truth_column
+from brimful.tasks.label_rows import row_blocks
 from brimful.tasks.scoring.baselines import constant_baseline
 from brimful.tasks.scoring.choose import make_scorer
 from brimful.tasks.scoring.labels import MultiLabelScorer, SingleLabelScorer
@@ -198,11 +199,10 @@ def _labels_in(column: LabelColumn, known: Collection[str] | None = None) -> lis
     stand for several."""
     if column.holds_lists:
         return list(pc.unique(column.elements).drop_null().to_pylist())
-    texts: list[str] = column.distinct.to_pylist()
     if known is not None:
-        return [label for several in known_sets(texts, known).values() for label in several if label]
+        return [label for label in known_sets(column.distinct, known).labels if label]
     found: dict[str, None] = {}
-    for text in texts:
+    for text in column.distinct.to_pylist():
         parts: Any = None
         if text.lstrip().startswith("["):
             try:
@@ -233,15 +233,16 @@ def _scored(
     shown = dict(zip(("label", "score") if answers.label else ("score",), given.values(), strict=False))
     if isinstance(scorer, SingleLabelScorer | MultiLabelScorer):
         assert answers.label is not None
-        logits_NC = _logits(rows, answers, truth, space)
-        if logits_NC is not None:
-            scorer.add(places, logits_NC)
+        if answers.logits is not None:
+            for at, logits_SC in _logits(rows, answers.logits, truth, space):
+                scorer.add(at, logits_SC)
             return scorer.result(), shown, []
         told = read_truth(rows, (answers.label,), space, replace(options, label_map=None), _answered(rows, answers))
         at = np.searchsorted(told.rows, truth.rows)
         if isinstance(scorer, MultiLabelScorer):
-            flags = told.targets_N[at] > 0.5
-            scorer.add_answers(places, flags if truth.outputs is None else flags[:, truth.outputs])
+            for part in row_blocks(len(at), space.num_outputs):
+                flags = told.targets_N[at[part]] > 0.5
+                scorer.add_answers(places[part], flags if truth.outputs is None else flags[:, truth.outputs])
             return scorer.result(), shown, [_NOT_ALL]
         scores = None if answers.score is None else _floats(rows, answers.score)[truth.rows]
         classes = told.targets_N[at].astype(np.int64)
@@ -251,7 +252,7 @@ def _scored(
         scorer.add_answers(places, classes, scores)
         return scorer.result(), shown, [_NOT_ALL]
     assert answers.score is not None
-    scorer.add(places, _number_rows(rows, answers.score, space.num_outputs)[truth.rows])
+    scorer.add(places, _number_rows(rows, answers.score, space.num_outputs, slice(None))[truth.rows])
     return scorer.result(), shown, []
 
 
@@ -267,22 +268,26 @@ def _of_two(classes_N: npt.NDArray[np.int64], scores_N: npt.NDArray[np.float64])
     return logits_N2
 
 
-def _logits(rows: Rows, answers: _Answers, truth: Truth, space: LabelSpace) -> npt.NDArray[np.float32] | None:
-    """(N, C) logits, where the file has them."""
-    if answers.logits is None:
-        return None
-    found = _number_rows(rows, answers.logits, space.num_outputs)[truth.rows]
-    return found if truth.outputs is None else found[:, truth.outputs]
+def _logits(
+    rows: Rows, name: str, truth: Truth, space: LabelSpace
+) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
+    """Places and logits of the N rows, some at a time."""
+    for part in row_blocks(rows.num_rows, space.num_outputs):
+        first, end = np.searchsorted(truth.rows, (part.start, part.stop))
+        found = _number_rows(rows, name, space.num_outputs, part)[truth.rows[first:end] - part.start]
+        yield np.arange(first, end), found if truth.outputs is None else found[:, truth.outputs]
 
 
-def _number_rows(rows: Rows, name: str, num_outputs: int) -> npt.NDArray[np.float32]:
-    """(R, C) numbers of a column of lists, of lists as JSON text, or, of one output, of numbers. NaN where missing."""
-    column = rows.table[name]
+def _number_rows(rows: Rows, name: str, num_outputs: int, part: slice) -> npt.NDArray[np.float32]:
+    """(S, C) numbers of a part of a column of lists, of lists as JSON text, or, of one output, of numbers. NaN where
+    missing."""
+    column = rows.table[name][part]
     if pa.types.is_large_string(column.type) and num_outputs > 1:
         values = [json.loads(text) if text else None for text in column.to_pylist()]
         column = pa.chunked_array([pa.array(values, pa.large_list(pa.float64()))])
     if not pa.types.is_large_list(column.type):
-        return _floats(rows, name).astype(np.float32).reshape(-1, 1)
+        some = LabelColumn(rows=rows, name=name, row_numbers=np.arange(rows.num_rows)[part])
+        return some.numbers(gaps=True).reshape(-1, 1)
     numbers = np.full((len(column), num_outputs), np.nan, np.float32)
     lengths = pc.list_value_length(column).fill_null(0).to_numpy()
     whole = lengths == num_outputs

@@ -64,6 +64,7 @@ from brimful.levers.precision import choose_forward_precision
 from brimful.step.precision import Precision
 from brimful.step.recovery import OutOfMemoryLog, out_of_memory_text
 from brimful.tasks.answers import answer_form
+from brimful.tasks.label_rows import taken
 from brimful.tasks.scoring.baselines import constant_baseline
 from brimful.tasks.scoring.choose import make_scorer
 from brimful.tasks.scoring.mistakes import MistakeFinder
@@ -363,7 +364,7 @@ class _Pass:
         self.finder.add(places_S, shown_SC)
         if self._file is not None:
             answers = self._request.form.columns(logits_SC)
-            self._file.write(truth.rows[places_S], truth_column(truth.space, truth.targets_N[places_S]), answers)
+            self._file.write(truth.rows[places_S], truth_column(truth.space, taken(truth.targets_N, places_S)), answers)
         self._done += len(part)
         self._num_truncated += int(asked.truncated_N.sum())
         self._callbacks.count(self._done, len(self._given.texts))

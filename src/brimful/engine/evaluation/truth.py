@@ -8,21 +8,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from brimful.core.errors import DataError, OptionError, listed, printable
 from brimful.core.options.evaluate import EvaluateOptions
 from brimful.core.records import LabelSpace
 from brimful.core.units import count_text
-from brimful.data.labels.label_columns import LabelColumn, no_label_text
-from brimful.data.labels.label_sets import known_sets, num_bits
+from brimful.data.labels.label_columns import LabelColumn, no_label_text, read_flags
+from brimful.data.labels.label_sets import known_sets
 from brimful.data.readers.rows import Rows
 from brimful.models.hub.label_matching import Matched, match_labels, unknown_hint
+from brimful.tasks.label_rows import LabelRows, Targets, taken
 
 UNLABELLED, UNKNOWN, UNREADABLE = "without a label", "with a label unknown to the model", "without text"
 #: Unknown labels that are named in an error.
@@ -43,7 +42,7 @@ class Truth:
 
     space: LabelSpace
     rows: Integers
-    targets_N: npt.NDArray[Any]
+    targets_N: Targets
     outputs: Integers | None = None
     left_out: Mapping[str, int]
     notes: tuple[str, ...] = ()
@@ -55,7 +54,7 @@ class Truth:
             return self
         chosen_n = np.sort(np.random.default_rng(seed).permutation(len(self.rows))[:count])
         note = f"{count:,} of {len(self.rows):,} rows are used, drawn at random (--limit)"
-        rows, targets_n = self.rows[chosen_n], self.targets_N[chosen_n]
+        rows, targets_n = self.rows[chosen_n], taken(self.targets_N, chosen_n)
         return replace(self, rows=rows, targets_N=targets_n, notes=(*self.notes, note))
 
 
@@ -70,7 +69,7 @@ def read_truth(
     """
     reader = _Reader(rows, space, options)
     columns = [LabelColumn(rows=rows, name=name) for name in labels]
-    targets: npt.NDArray[Any]
+    targets: Targets
     if space.task == "regression":
         targets, there = reader.numbers(columns)
     elif space.task == "single_label":
@@ -91,7 +90,7 @@ def read_truth(
     return Truth(
         space=reader.space,
         rows=kept,
-        targets_N=targets[kept],
+        targets_N=taken(targets, kept),
         outputs=reader.outputs,
         left_out=left_out,
         notes=tuple(reader.notes),
@@ -144,66 +143,63 @@ class _Reader:
         self.unknown_R = there_R & (targets_R < 0)
         return targets_R, there_R
 
-    def sets(self, columns: Sequence[LabelColumn]) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """(R, C) with 1 for each label of a row."""
+    def sets(self, columns: Sequence[LabelColumn]) -> tuple[LabelRows, npt.NDArray[np.bool_]]:
+        """The labels of each of R rows."""
         if len(columns) > 1 or (self.space.num_outputs == 1 and _are_flags(columns[0])):
             return self._flags(columns)
         (column,) = columns
-        if column.holds_lists:
-            bits = column.bits(self.space.num_outputs)
-            there_R = column.values.is_valid().to_numpy()
-            if bits is not None:
-                return bits.astype(np.float32), there_R
-            labels = pc.unique(column.elements).drop_null().to_pylist()
-            owners, elements = column.owners, column.elements
-        else:
-            there_R = column.values.is_valid().to_numpy()
-            if num_without := int(column.texts.null_count) - int((~there_R).sum()):
-                self.notes.append(no_label_text(num_without))
-            values = column.distinct.to_pylist()
-            known = {*self.space.names, *(name.casefold() for name in self.space.names)}
-            sets = known_sets(values, known)
-            if num_bits(sets) == self.space.num_outputs > 1:
-                rows_of = np.array([[float(bit) for bit in bits] for bits in sets.values()], np.float32)
-                return _spread(rows_of, column), there_R
-            labels = list(dict.fromkeys(label for several in sets.values() for label in several if label))
-            owners, elements = _parts_of(column, sets)
-        matched = self._matched(labels, column)
-        outputs = np.array([matched.outputs.get(label, -1) for label in labels] + [-1], np.int64)
-        of_elements = outputs[pc.index_in(elements, pa.array(labels, pa.large_string())).fill_null(-1).to_numpy()]
-        targets_RC = np.zeros((self._rows.num_rows, self.space.num_outputs), np.float32)
-        known_E = of_elements >= 0
-        targets_RC[owners[known_E], of_elements[known_E]] = 1
-        self.unknown_R[owners[~known_E]] = True
-        return targets_RC, there_R
+        there_R = column.values.is_valid().to_numpy()
+        return (self._lists(column) if column.holds_lists else self._texts(column, there_R)), there_R
 
-    def _flags(self, columns: Sequence[LabelColumn]) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    def _lists(self, column: LabelColumn) -> LabelRows:
+        bits = column.bits(self.space.num_outputs)
+        if bits is not None:
+            return bits
+        labels = pc.unique(column.elements).drop_null()
+        outputs = self._outputs(labels.to_pylist(), column)
+        of_elements = outputs[pc.index_in(column.elements, labels).fill_null(-1).to_numpy()]
+        known_E, shape = of_elements >= 0, (self._rows.num_rows, self.space.num_outputs)
+        self.unknown_R[column.owners[~known_E]] = True
+        return LabelRows.of_pairs(column.owners[known_E], of_elements[known_E], shape)
+
+    def _texts(self, column: LabelColumn, there_R: npt.NDArray[np.bool_]) -> LabelRows:
+        if num_without := int(column.texts.null_count) - int((~there_R).sum()):
+            self.notes.append(no_label_text(num_without))
+        known = {*self.space.names, *(name.casefold() for name in self.space.names)}
+        sets = known_sets(column.distinct, known)
+        places_R = pc.index_in(column.texts, column.distinct).fill_null(len(column.distinct)).to_numpy()
+        if sets.num_bits() == self.space.num_outputs > 1:
+            return sets.bits().with_empty_row().take(places_R)
+        named = [label for label in sets.labels if label]
+        outputs = dict(zip(named, self._outputs(named, column).tolist(), strict=False))
+        outputs_L = np.array([outputs.get(label, -1) for label in sets.labels], np.int64)
+        is_unknown_L = (outputs_L < 0) & np.array([bool(label) for label in sets.labels], np.bool_)
+        self.unknown_R |= np.append(sets.has(is_unknown_L), False)[places_R]
+        return sets.targets(outputs_L, self.space.num_outputs).with_empty_row().take(places_R)
+
+    def _outputs(self, labels: Sequence[str], column: LabelColumn) -> Integers:
+        """The output of each label, and -1 for none at the end."""
+        matched = self._matched(labels, column)
+        return np.array([matched.outputs.get(label, -1) for label in labels] + [-1], np.int64)
+
+    def _flags(self, columns: Sequence[LabelColumn]) -> tuple[LabelRows, npt.NDArray[np.bool_]]:
         """A column of 0 and 1 for each label. Outputs without a column are not evaluated."""
         if self.space.num_outputs == 1:
             matched = Matched(outputs={columns[0].name: 0}, unknown=())
         else:
             matched = self._matched([column.name for column in columns], None)
-        flags = np.stack([column.numbers(gaps=True) for column in columns], axis=1)
-        there_R = np.asarray(np.isfinite(flags).all(1))
-        wrong_R = there_R & ~np.isin(flags, (0, 1)).all(1)
-        if wrong_R.any():
-            first = int(wrong_R.argmax())
-            column = columns[int((~np.isin(flags[first], (0, 1))).argmax())]
-            said = "says whether the row has this label, by 0 or 1"
-            raise column.error_at(first, said, column.values[first].as_py(), "write 1 for yes, 0 for no")
-        targets_RC = np.zeros((self._rows.num_rows, self.space.num_outputs), np.float32)
-        for i, column in enumerate(columns):
-            if (output := matched.outputs.get(column.name)) is not None:
-                targets_RC[:, output] = np.maximum(targets_RC[:, output], np.nan_to_num(flags[:, i]))
+        targets, there_R = read_flags(columns)
         evaluated = np.unique([*matched.outputs.values()])
+        outputs = np.array([matched.outputs.get(column.name, -1) for column in columns], np.int64)
+        renamed = targets.renamed(outputs, self.space.num_outputs)
         if len(evaluated) < self.space.num_outputs:
             absent = [name for i, name in enumerate(self.space.names) if i not in set(evaluated.tolist())]
             self.doubts.append(f"no column for {_some(absent)}: {_some(absent, 0)} of the model's labels not evaluated")
             self.outputs = evaluated
             names = tuple(self.space.names[i] for i in evaluated)
             self.space = LabelSpace(task="multi_label", names=names, values={n: i for i, n in enumerate(names)})
-            targets_RC = targets_RC[:, evaluated]
-        return targets_RC, there_R
+            renamed = targets.renamed(np.where(outputs < 0, -1, np.searchsorted(evaluated, outputs)), len(evaluated))
+        return renamed, there_R
 
     def _matched(self, labels: Sequence[str], column: LabelColumn | None) -> Matched:
         matched = match_labels(labels, self.space.names, self._options.label_map)
@@ -240,19 +236,3 @@ def _times(count: int | None) -> str:
 
 def _some(names: Sequence[str], most: int = 5) -> str:
     return f"{len(names):,}" if not most else listed([repr(printable(name, 40)) for name in names], most)
-
-
-def _spread(rows_of: Floats, column: LabelColumn) -> Floats:
-    """The rows of distinct texts for all rows; none of the labels for a blank text."""
-    padded = np.concatenate([rows_of, np.zeros((1, rows_of.shape[1]), np.float32)])
-    return np.asarray(padded[pc.index_in(column.texts, column.distinct).fill_null(len(rows_of)).to_numpy()])
-
-
-def _parts_of(column: LabelColumn, sets: Mapping[str, Sequence[str]]) -> tuple[Integers, pa.Array]:
-    """Row and text of each label of all rows."""
-    several = [[label for label in labels if label] for labels in sets.values()]
-    lists = pa.array([*several, []], pa.large_list(pa.large_string()))
-    places = pc.index_in(column.texts, column.distinct).fill_null(len(several))
-    of_rows = lists.take(places.combine_chunks())
-    owners = np.repeat(np.arange(len(of_rows)), pc.list_value_length(of_rows).to_numpy())
-    return owners, pc.list_flatten(of_rows)

@@ -27,6 +27,7 @@ from brimful.engine.prepare import Part, Prepared
 from brimful.engine.scoring import PredictionFile, evaluation_of, mistakes_of, truth_column
 from brimful.engine.training.baselines import Baselines
 from brimful.tasks.answers import AnswerForm
+from brimful.tasks.label_rows import taken
 from brimful.tasks.scoring.choose import make_scorer
 from brimful.tasks.scoring.mistakes import MistakeFinder
 
@@ -64,7 +65,7 @@ class RowScores:
         tables = [pa.table(answers) for answers in self._answers]
         answers = pa.concat_tables(tables).take(pa.array(order))
         file = PredictionFile(path, part.examples.rows)
-        truth = truth_column(self._form.space, part.targets_N[rows[order]])
+        truth = truth_column(self._form.space, taken(part.targets_N, rows[order]))
         try:
             file.write(part.examples.row_numbers[rows[order]], truth, {n: answers[n] for n in answers.column_names})
             file.finish()

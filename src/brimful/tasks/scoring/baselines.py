@@ -23,6 +23,7 @@ import numpy.typing as npt
 from brimful.core.evaluation import CONSTANT, LINEAR, Baseline
 from brimful.core.records import LabelSpace
 from brimful.core.units import target_text
+from brimful.tasks.label_rows import Targets, dense, label_counts, row_blocks
 from brimful.tasks.scoring.choose import make_scorer
 from brimful.tasks.scoring.labels import MultiLabelScorer, SingleLabelScorer
 
@@ -44,26 +45,27 @@ class Labelled:
     """Texts, pairs joined to one, with their targets. texts: takes row numbers, so that only those read are made."""
 
     texts: Callable[[npt.NDArray[np.int64]], Sequence[str]]
-    targets_N: npt.NDArray[Any]
+    targets_N: Targets
 
     def __len__(self) -> int:
         return len(self.targets_N)
 
 
-def constant_baseline(space: LabelSpace, training: npt.NDArray[Any], targets_N: npt.NDArray[Any]) -> Baseline:
+def constant_baseline(space: LabelSpace, training: Targets, targets_N: Targets) -> Baseline:
     """The same answer for every row. training, targets_N: targets of the rows it is taken from, and is scored on."""
     began, rows = time.perf_counter(), np.arange(len(targets_N))
     scorer = make_scorer(space, targets_N, seed=0, resamples=0)
     if isinstance(scorer, SingleLabelScorer):
-        most = int(np.bincount(training.astype(np.int64), minlength=space.num_outputs).argmax())
+        most = int(np.bincount(dense(training).astype(np.int64), minlength=space.num_outputs).argmax())
         scorer.add_answers(rows, np.full(len(rows), most), None)
         answer = space.names[most]
     elif isinstance(scorer, MultiLabelScorer):
-        given_C = training.mean(0) > 0.5
-        scorer.add_answers(rows, np.broadcast_to(given_C, (len(rows), len(given_C))))
+        given_C = 2 * label_counts(training, np.ones(len(training))) > len(training)
+        for part in row_blocks(len(rows), len(given_C)):
+            scorer.add_answers(rows[part], np.broadcast_to(given_C, (len(rows[part]), len(given_C))))
         answer = ", ".join(space.names[i] for i in np.flatnonzero(given_C)) or "no label"
     else:
-        means_C = training.reshape(len(training), -1).mean(0, dtype=np.float64)
+        means_C = dense(training).reshape(len(training), -1).mean(0, dtype=np.float64)
         scorer.add(rows, np.broadcast_to(means_C.astype(np.float32), (len(rows), len(means_C))))
         answer = ", ".join(target_text(mean) for mean in means_C)
     return Baseline(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy.typing as npt
-
 from brimful.core.records import LabelSpace
+from brimful.tasks.label_rows import Targets
 from brimful.tasks.scoring.labels import MultiLabelScorer, SingleLabelScorer
 from brimful.tasks.scoring.regression import RegressionScorer
 from brimful.tasks.scoring.scorers import RESAMPLES, Scorer
@@ -14,7 +11,7 @@ from brimful.tasks.scoring.scorers import RESAMPLES, Scorer
 
 def make_scorer(
     space: LabelSpace,
-    targets_N: npt.NDArray[Any],
+    targets_N: Targets,
     *,
     seed: int,
     resamples: int = RESAMPLES,

@@ -17,6 +17,7 @@ from scipy.special import expit, softmax
 
 from brimful.core.records import LabelSpace
 from brimful.core.units import target_text
+from brimful.tasks.label_rows import Targets
 
 #: Rows that are kept.
 MOST = 40
@@ -37,7 +38,7 @@ class WrongRow:
 class MistakeFinder:
     """Collects rows window by window, in any order; memory does not grow with them."""
 
-    def __init__(self, space: LabelSpace, targets_N: npt.NDArray[Any], *, most: int = MOST) -> None:
+    def __init__(self, space: LabelSpace, targets_N: Targets, *, most: int = MOST) -> None:
         self._space, self._targets_N, self._most = space, targets_N, most
         self._found: list[tuple[float, int, tuple[Any, ...]]] = []  # how wrong, index, what it is made of
         self._sure_C = np.zeros(space.num_outputs)  # sums of the probability of each true label

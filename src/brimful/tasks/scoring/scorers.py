@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from brimful.core.evaluation import Confused, Intervals, LabelScore, Metric, ReliabilityBin
 from brimful.core.records import LabelSpace
+from brimful.tasks.label_rows import Targets
 from brimful.tasks.ranking import finite_rows
 from brimful.tasks.scoring.resampling import (
     METHOD,
@@ -68,9 +69,7 @@ class Scorer(ABC):
     resamples: 0 for values without intervals. Each row is added once.
     """
 
-    def __init__(
-        self, space: LabelSpace, targets_N: npt.NDArray[Any], *, seed: int, resamples: int = RESAMPLES
-    ) -> None:
+    def __init__(self, space: LabelSpace, targets_N: Targets, *, seed: int, resamples: int = RESAMPLES) -> None:
         self.space, self._targets_N, self._seed, self._resamples = space, targets_N, seed, resamples
         groups = num_groups(len(targets_N), self._num_sums)
         self._group_N = dealt_groups(len(targets_N), groups, seed)
