@@ -276,10 +276,10 @@ def test_a_gradient_that_is_wrong_by_a_hundredth_is_found() -> None:
 @pytest.mark.parametrize("part", ["losses", "gradient"])
 @pytest.mark.parametrize(
     ("precision", "error"),
-    [("fp64", 1e-5), ("fp32", 1e-3), ("tf32", 0.1), ("fp16", 0.05), ("bf16", 0.1), ("fp8", 2.0)],
+    [("fp64", 5e-6), ("fp32", 5e-4), ("tf32", 0.05), ("fp16", 0.025), ("bf16", 0.05), ("fp8", 1.0)],
 )
-def test_ten_times_what_a_precision_may_differ_by_is_too_much(precision: str, error: float, part: str) -> None:
-    """A twentieth of it passes. Where the plain model loses nothing in the precision, its tolerance alone decides."""
+def test_five_times_what_a_precision_may_differ_by_is_too_much(precision: str, error: float, part: str) -> None:
+    """A tenth of it passes. Where the plain model loses nothing in the precision, its tolerance alone decides."""
     random = torch.Generator().manual_seed(0)
     losses_N = torch.rand(8, generator=random).double()
     gradients = [torch.randn(3, 5, generator=random).double() for _ in range(4)]
@@ -297,7 +297,7 @@ def test_ten_times_what_a_precision_may_differ_by_is_too_much(precision: str, er
 
     assert judged(error).passed is False
     assert part in str(judged(error).reason)
-    assert judged(error / 20).passed is True
+    assert judged(error / 10).passed is True
 
 
 def _twice(backward: Any) -> Any:
