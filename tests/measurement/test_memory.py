@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from brimful.core.records import PeakMemory
+from brimful.measurement import host_memory
+from brimful.measurement.host_memory import peak_resident_bytes, resident_bytes
 from brimful.measurement.memory import (
     Kept,
     MemoryWatch,
     PhaseMemory,
-    peak_resident_bytes,
-    resident_bytes,
     split,
     workspace_bytes,
     workspace_sizes,
@@ -231,6 +231,73 @@ def test_on_a_cpu_the_resident_memory_of_the_process() -> None:
     on_gpu = PeakMemory(allocated=1 << 20, total=1 << 21, components={"weights": 1 << 20, "unused": 1 << 20})
     assert memory.with_what_came(on_gpu) == on_gpu
     assert peak.components["weights"] == 4 << 20
+
+
+class Resident:
+    """Steps of a model on a CPU whose peak of resident memory a test writes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.most = 100_000
+        monkeypatch.setattr(host_memory, "peak_resident_bytes", lambda: self.most)
+        self.weights = [torch.nn.Parameter(torch.ones(100)) for _ in range(2)]
+        self.phases = PhaseMemory(self.kept, self.weights)
+        self.watch = MemoryWatch(CPU, self.phases)
+
+    def kept(self) -> Kept:
+        return Kept.of(CPU, self.weights, [each.grad for each in self.weights if each.grad is not None])
+
+    def step(self, *, grows_in: str, freed: bool = False) -> None:
+        """freed: each gradient goes as soon as it has come."""
+
+        def free(weight: torch.Tensor) -> None:
+            weight.grad = None
+
+        hooks = [each.register_post_accumulate_grad_hook(free) for each in self.weights if freed]
+        with self.phases.forward("shape"):
+            self.most += 1000 * (grows_in == "forward")
+        with self.phases.backward():
+            self.most += 1000 * (grows_in == "first gradient")
+            (self.weights[0].sum() + self.weights[1].sum()).backward()  # type: ignore[no-untyped-call]
+            self.most += 1000 * (grows_in == "backward")
+        with self.phases.update():
+            self.most += 1000 * (grows_in == "update")
+            for each in self.weights:
+                each.grad = None
+        for hook in hooks:
+            hook.remove()
+
+    def gradients(self) -> int | None:
+        """Gradients of the peak, after a check that it is whole."""
+        peak = self.watch.peak()
+        assert peak.resident == peak.total == sum(peak.components.values()) == self.most
+        return peak.components.get("gradients")
+
+
+def test_on_a_cpu_the_gradients_that_there_were_at_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are gone when a step ends. Unknown where the peak came before the first step."""
+    expected = {"forward": 0, "first gradient": 400, "backward": 800, "update": 800, "nowhere": None}
+    for grows_in, gradients in expected.items():
+        run = Resident(monkeypatch)
+        run.step(grows_in=grows_in)
+        assert run.gradients() == gradients
+        assert run.kept().gradients == 0
+    run = Resident(monkeypatch)
+    for _ in range(3):  # the third step is not watched
+        run.step(grows_in="backward")
+    assert run.gradients() == 800
+    with run.phases.phase("evaluation"):
+        run.most += 1
+    assert run.gradients() == 0
+    run = Resident(monkeypatch)
+    run.step(grows_in="backward", freed=True)
+    assert run.gradients() == 0
+
+
+def test_on_a_cpu_gradients_that_outlive_steps_are_known_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Resident(monkeypatch)
+    for each in run.weights:
+        each.grad = torch.zeros_like(each)
+    assert run.gradients() == 800
 
 
 def test_in_one_line() -> None:

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from benches import figures, guide_bench
+from benches import GIB, figures, guide_bench
 from brimful.core.bench import Bench, BenchRow
+from brimful.core.records import PeakMemory
 from brimful.reports.bars import Stack, stacked_bars
-from brimful.reports.bench_page import bench_page
+from brimful.reports.bench_page import _stacked, bench_page
 from brimful.reports.bench_text import bench_csv, bench_markdown, bench_text, cells, recommended_text
 from brimful.reports.charts import Point, scatter
 from brimful.reports.guide_claims import claim_of
@@ -143,6 +144,31 @@ def test_one_block_has_no_spread() -> None:
     alone = replace(first, measured=replace(first.measured, block_rates=(10.0,)))
     assert cells(replace(bench, rows=(alone, *rest)), 0)[3] == ""
     assert cells(bench, 0)[3] == "20.0 %"
+
+
+def _on_cpu(bench: Bench, num_threads: int | None, *rows: BenchRow) -> Bench:
+    machine = replace(bench.workload.machine, num_cores=2, gpus=())
+    work = replace(bench.workload, device="CPU", num_threads=num_threads, machine=machine)
+    return replace(bench, workload=work, rows=rows or bench.rows)
+
+
+def test_memory_that_is_unknown_is_no_zero() -> None:
+    """Parts that no row knows have no column, and those that one does not know a dash."""
+    bench = guide_bench()
+    known = {"weights": GIB, "gradients": GIB // 2, "optimizer_states": 0, "all_else": GIB}
+    parts = [known, {name: size for name, size in known.items() if name != "gradients"}]
+    rows = [
+        replace(each, measured=replace(each.measured, peak_bytes=PeakMemory(total=3 * GIB, components=components)))
+        for each, components in zip(bench.rows, parts, strict=False)
+        if each.measured is not None
+    ]
+    chart = _stacked(_on_cpu(bench, 1, *rows))
+    assert chart is not None
+    assert list(chart.columns) == ["Row", "weights", "gradients", "optimizer states", "all else"]
+    assert [row[1:] for row in chart.rows] == [
+        ("1.0 GiB", "512.0 MiB", "0 B", "1.0 GiB"),
+        ("1.0 GiB", "–", "0 B", "1.0 GiB"),
+    ]
 
 
 def test_a_bench_with_nothing_measured_has_a_page() -> None:

@@ -127,7 +127,8 @@ class PeakMemory:
     for runs on a CPU. components: sum up to `total`. On a GPU, weights, gradients, optimizer_states, activations,
     temporaries and workspaces (of cuBLAS) are those allocated at `moment`, the phase in which that was the most;
     unused: what torch held besides at its own peak; outside_torch: what the driver counted beyond that, most at once.
-    On a CPU weights, gradients, optimizer_states and all_else.
+    On a CPU weights and optimizer_states that there were at the end, gradients that there were when resident memory was
+    highest, and all_else. There are no gradients in it where that was before the first step, unless they outlive steps.
     """
 
     allocated: int | None = None

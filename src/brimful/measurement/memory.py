@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -28,11 +27,14 @@ from brimful.core.units import parse_bytes
 from brimful.hardware.capture import is_capturing
 from brimful.hardware.device_memory import hold_limit
 from brimful.hardware.memory import process_bytes
+from brimful.measurement.host_memory import HostRecords, peak_resident_bytes, resident_bytes
 
 #: Steps of a shape that are watched: the eager one when it is first met, and its capture.
 _WATCHED = 2
 #: Seconds between readings of the driver beside a run: each asks for all processes on the GPU.
 _BETWEEN_LOOKS_S = 1.0
+#: Moment of a peak before the first phase.
+START = "start"
 
 
 class AllocatorRecords(Protocol):
@@ -265,7 +267,7 @@ class PhaseMemory:
             nonlocal made
             if parameter.grad is not None and parameter.grad.untyped_storage().data_ptr() not in self._before.addresses:
                 made += parameter.grad.nbytes
-            self._look("backward pass", self._before, self._activations, made)
+            self._in_backward(made)
 
         hooks = [parameter.register_post_accumulate_grad_hook(look) for parameter in self._parameters]
         try:
@@ -276,7 +278,15 @@ class PhaseMemory:
             for parameter in self._parameters:
                 if not parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
                     parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # else still called
-        self._look("backward pass", self._before, self._activations, made)
+        self._in_backward(made)
+
+    def _in_backward(self, made: int) -> None:
+        """Take account of a part of the backward pass. made: bytes of gradients in it; on a CPU those that are there
+        are counted instead, as updates within the pass free some."""
+        if isinstance(self.records, HostRecords):
+            self._look("backward pass", self.kept)
+        else:
+            self._look("backward pass", self._before, self._activations, made)
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -306,15 +316,18 @@ class PhaseMemory:
             return
         peak = self.records.peak()
         if self.highest is None:
-            self._look("start", self.kept())
+            self._look(START, self.kept())
         elif peak > self.highest.allocated:
             self.highest = self.highest.grown(peak)
         self.records.reset()
 
-    def _look(self, when: str, kept: Kept, activations: int = 0, new_gradients: int = 0) -> None:
+    def _look(
+        self, when: str, kept: Kept | Callable[[], Kept], activations: int = 0, new_gradients: int = 0
+    ) -> None:  # fmt: skip
         assert self.records is not None
         peak = self.records.peak()
         if self.highest is None or peak > self.highest.allocated:
+            kept = kept if isinstance(kept, Kept) else kept()
             self.highest = split(peak, when, kept, activations, new_gradients)
         self.records.reset()
 
@@ -352,6 +365,8 @@ class MemoryWatch:
         self._records = records
         if records is not None:
             phases.begin(records)
+        elif peak_resident_bytes() is not None:
+            phases.begin(HostRecords())
 
     def look(self) -> None:
         """Takes a reading from the driver."""
@@ -427,31 +442,17 @@ class MemoryWatch:
         )
 
     def _of_host(self) -> PeakMemory:
-        resident, kept = peak_resident_bytes(), self.phases.kept()
-        if resident is None:
+        """Weights and states that there are now, and gradients that there were at the peak: where that was before the
+        first step, those are known only if they outlive steps."""
+        self.phases.close()
+        if (highest := self.phases.highest) is None:
             return PeakMemory()
-        moment = split(resident, "process", kept)
+        kept, resident, at_start = self.phases.kept(), highest.allocated, highest.when == START
+        gradients = kept.gradients if at_start else highest.parts["gradients"]
+        moment = split(resident, highest.when, replace(kept, gradients=gradients))
         parts = {name: value for name, value in moment.parts.items() if name not in ("activations", "temporaries")}
+        if at_start and not gradients:
+            del parts["gradients"]
         return PeakMemory(
             resident=resident, total=resident, components={**parts, "all_else": moment.parts["temporaries"]}
         )
-
-
-def resident_bytes() -> int | None:
-    """Host memory that the process has now; None where the system does not say."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return None
-
-
-def peak_resident_bytes() -> int | None:
-    """Most host memory that the process has had at once; None where the system does not say."""
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/self/status").read_text("ascii", errors="replace").splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("VmHWM:")).split()[1])
-    try:
-        import resource
-        import sys
-    except ImportError:
-        return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

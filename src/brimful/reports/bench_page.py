@@ -232,30 +232,35 @@ def _beside_first(bench: Bench, figures: Measured) -> str:
 
 def _stacked(bench: Bench) -> Chart | None:
     """Memory of each row by component."""
-    stacks, rows = [], []
-    for number, each in enumerate(bench.rows, 1):
-        if each.measured is None or each.measured.peak_bytes.total is None:
-            continue
-        peak = each.measured.peak_bytes
-        parts = _parts(peak)
-        stacks.append(Stack(_name(number, each), parts, bytes_text(peak.total)))
-        rows.append((_key(number, each), *(bytes_text(part) for part in parts)))
-    if not stacks:
+    found = [
+        (number, each, each.measured.peak_bytes)
+        for number, each in enumerate(bench.rows, 1)
+        if each.measured is not None and each.measured.peak_bytes.total is not None
+    ]
+    if not found:
         return None
+    parts = [name for name in _STACKED if any(_part(peak, name) is not None for *_, peak in found)]
+    stacks, rows = [], []
+    for number, each, peak in found:
+        sizes = [_part(peak, name) for name in parts]
+        stacks.append(Stack(_name(number, each), [float(size or 0) for size in sizes], bytes_text(peak.total)))
+        rows.append((_key(number, each), *("–" if size is None else bytes_text(size) for size in sizes)))
     alt = "Stacked bars: peak memory by component. " + "; ".join(f"{each.name} {each.said}" for each in stacks)
     return Chart(
-        drawing=stacked_bars("parts", stacks, parts=list(_STACKED), alt=alt),
+        drawing=stacked_bars("parts", stacks, parts=parts, alt=alt),
         caption="Peak memory by component, as torch's allocator and the driver count it."
         if bench.workload.on_gpu
-        else "Resident memory by component: what is not a tensor that outlives a step is all else.",
+        else "Resident memory by component: weights, states, and gradients when it was highest; the rest is all else.",
         title="Memory by component",
-        columns=("Row", *_STACKED),
+        columns=("Row", *parts),
         rows=rows,
     )
 
 
-def _parts(peak: PeakMemory) -> list[float]:
-    return [float(sum(peak.components.get(name, 0) for name in names)) for names in _STACKED.values()]
+def _part(peak: PeakMemory, name: str) -> int | None:
+    """Bytes of a part of the bars; None where none of its components is known."""
+    known = [peak.components[each] for each in _STACKED[name] if each in peak.components]
+    return sum(known) if known else None
 
 
 def _levers(bench: Bench) -> list[tuple[str, ...]]:
