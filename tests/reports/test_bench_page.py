@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
+import pyarrow.csv
 import pytest
 
 from benches import GIB, figures, guide_bench
@@ -143,7 +145,7 @@ def test_one_block_has_no_spread() -> None:
     assert first.measured is not None
     alone = replace(first, measured=replace(first.measured, block_rates=(10.0,)))
     assert cells(replace(bench, rows=(alone, *rest)), 0)[3] == ""
-    assert cells(bench, 0)[3] == "20.0 %"
+    assert cells(bench, 0)[3] == "20.0 % of 3"
 
 
 def _on_cpu(bench: Bench, num_threads: int | None, *rows: BenchRow) -> Bench:
@@ -169,6 +171,17 @@ def test_memory_that_is_unknown_is_no_zero() -> None:
         ("1.0 GiB", "512.0 MiB", "0 B", "1.0 GiB"),
         ("1.0 GiB", "–", "0 B", "1.0 GiB"),
     ]
+
+
+def test_a_table_reader_reads_the_csv() -> None:
+    """Rows without figures have all columns, too."""
+    bench = guide_bench()
+    table = pyarrow.csv.read_csv(io.BytesIO(bench_csv(bench).encode()))
+    assert table.num_rows == len(bench.rows)
+    missing = sum(each.measured is None for each in bench.rows)
+    assert missing
+    assert [table[name].null_count for name in ("samples_per_s", "weights_bytes")] == [missing, missing]
+    assert table["samples_per_s"].type == "double"
 
 
 def test_a_bench_with_nothing_measured_has_a_page() -> None:

@@ -20,7 +20,7 @@ from brimful.reports.text_columns import aligned, fitted
 STATUS = {
     "out_of_memory": "out of memory", "failed": "failed", "unsupported": "not here", "left": "no time", "measured": "",
 }  # fmt: skip
-_NAME = 44
+_NAME = 39
 COLUMNS = ("#", "row", "samples/s", "spread", "ratio", "tokens/s", "MFU", "memory", "loss", "arithmetic")
 
 
@@ -45,7 +45,7 @@ def cells(bench: Bench, number: int) -> tuple[str, ...]:
         str(number + 1),
         name,
         rate_text(figures.samples_per_s) + busy_mark(bench, figures),
-        "" if figures.spread is None else share_text(figures.spread),
+        "" if figures.spread is None else f"{share_text(figures.spread)} of {len(figures.block_rates)}",
         "" if ratio is None else f"{ratio:.2f}",
         count_text(figures.tokens_per_s),
         "" if figures.mfu is None else share_text(figures.mfu),
@@ -236,7 +236,7 @@ def bench_csv(bench: Bench) -> str:
     for number, each in enumerate(bench.rows):
         settings = " ".join(f"{name}={value}" for name, value in each.row.settings.items())
         values: list[object] = [number + 1, each.row.side, each.row.name, settings, each.status, each.reason]
-        figures = each.measured
+        figures, columns = each.measured, len(_CSV) + len(_PARTS)
         if figures is not None:
             peak = figures.peak_bytes
             values += [
@@ -246,6 +246,7 @@ def bench_csv(bench: Bench) -> str:
                 figures.cores, "yes" if bench.workload.disturbed(figures) else "no",
                 *(peak.components.get(name) for name in _PARTS),
             ]  # fmt: skip
+        values += [None] * (columns - len(values))
         writer.writerow(["" if value is None else value for value in values])
     return text.getvalue()
 
