@@ -168,6 +168,28 @@ def test_a_row_half_written_is_measured_again(tmp_path: Path, plans: Plans) -> N
     assert len(plans.done) == 2 * begun
 
 
+@pytest.mark.parametrize("device", ["CPU", "a GPU"])
+def test_another_number_of_threads_is_refused(tmp_path: Path, plans: Plans, device: str) -> None:
+    """But for a record that is older than the number."""
+    plans.work = {**WORK, "device": device, "num_threads": 1}
+    bench(tmp_path)
+    plans.work["num_threads"] = 2
+    with pytest.raises(brimful.OptionError, match="the number of threads was 1, is 2") as caught:
+        bench(tmp_path)
+    assert (caught.value.hint or "").startswith("set OMP_NUM_THREADS=1, or give another --output")
+    plans.work["num_threads"] = 1
+    with pytest.raises(brimful.OptionError, match=r"work: --seed was 42, is 1\n") as caught:
+        bench(tmp_path, seed=1)
+    assert "OMP_NUM_THREADS" not in (caught.value.hint or "")
+    setup = tmp_path / "b" / "bench.json"
+    found = json.loads(setup.read_text("utf-8"))
+    del found["workload"]["num_threads"]
+    setup.write_text(json.dumps(found), "utf-8")
+    plans.done.clear()
+    bench(tmp_path)
+    assert plans.done == ["trainer: checkpointing"]  # which failed
+
+
 def test_a_disturbed_row_of_a_cpu_is_measured_again(tmp_path: Path, plans: Plans) -> None:
     plans.work = {**WORK, "device": "CPU", "num_threads": 2}
     plans.more = {"cores": 1.1}

@@ -154,6 +154,17 @@ def _on_cpu(bench: Bench, num_threads: int | None, *rows: BenchRow) -> Bench:
     return replace(bench, workload=work, rows=rows or bench.rows)
 
 
+@pytest.mark.parametrize(
+    ("num_threads", "said"), [(1, "1 thread of 2 cores"), (4, "4 threads of 2 cores"), (None, "2 cores")]
+)
+def test_threads_are_stated_where_the_machine_is_a_cpu(num_threads: int | None, said: str) -> None:
+    bench = _on_cpu(guide_bench(), num_threads)
+    text = Page(bench_page(bench)).text
+    assert f"measured on {said} of a CPU" in text
+    assert text.count(said) >= 2
+    assert f"on a CPU, {said} (torch 2)" in bench_markdown(bench)
+
+
 def test_memory_that_is_unknown_is_no_zero() -> None:
     """Parts that no row knows have no column, and those that one does not know a dash."""
     bench = guide_bench()

@@ -107,13 +107,17 @@ class BenchFolder:
         was = {name: getattr(BenchOptions, name, None) for name in asked} | was  # some may be newer than the folder
         differing = [f"{flag(n)} was {was.get(n)}, is {value}" for n, value in asked.items() if was.get(n) != value]
         differing += [f"the {n} differs" for n in _SAME if getattr(before, n) != getattr(workload, n)]
+        hint, threads = _OTHER_OUTPUT, (before.num_threads, workload.num_threads)
+        if threads[0] is not None and threads[0] != threads[1]:  # a record of a GPU may be older than the number
+            differing.append(f"the number of threads was {threads[0]}, is {threads[1]}")
+            hint = f"set OMP_NUM_THREADS={threads[0]}, or {_OTHER_OUTPUT}"
         given = (options.steps, options.repeats, options.warmup_steps)
         for value, now, name in zip(given, (kept.block, kept.repeats, kept.warm_up), _STEP_FLAGS, strict=True):
             if value is not None and value != now:
                 differing.append(f"{name} was {now}, is {value}")
         if differing:
             said = f"{printable(self.path)} is a bench of other work: {'; '.join(differing)}"
-            raise OptionError(said, hint=_OTHER_OUTPUT)
+            raise OptionError(said, hint=hint)
         return kept, before
 
     @staticmethod

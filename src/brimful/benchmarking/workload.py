@@ -153,7 +153,7 @@ def describe(work: Work) -> Workload:
         machine=probe(),
         rates=rates,
         datasheet=datasheet,
-        num_threads=torch.get_num_threads() if device.type == "cpu" else None,
+        num_threads=torch.get_num_threads(),
         step_s=_plain_step_s(work, model),
     )
 

@@ -77,7 +77,7 @@ def _work(bench: Mapping[str, Any]) -> dict[tuple[str, str], str]:
     found |= {("run", f"steps: {name.replace('_', ' ')}"): n for name, n in (bench.get("steps") or {}).items()}
     gpus = ", ".join(gpu["name"] for gpu in machine.get("gpus") or ())
     found |= {("machine", "CPU"): machine.get("cpu"), ("machine", "CPU cores"): machine.get("num_cores")}
-    found |= {("machine", "GPU"): gpus or None}
+    found |= {("machine", "GPU"): gpus or None, ("machine", "threads"): work.get("num_threads")}
     found |= {("machine", name): version for name, version in (machine.get("versions") or {}).items()}
     return {key: str(value) for key, value in found.items() if value is not None}
 

@@ -66,8 +66,8 @@ class Workload:
 
     rows: sequences to draw batches from. median_tokens, longest_tokens: of a sequence. data_fingerprint: of the rows.
     parameters: of the model. rates: measured FLOP/s of a large square matrix product by precision; datasheet: the
-    maker's. num_threads: of the process on a CPU. step_s: seconds of a plain padded step of transformers, by which the
-    number of steps was chosen.
+    maker's. num_threads: of the process, for products on the CPU. step_s: seconds of a plain padded step of
+    transformers, by which the number of steps was chosen.
     """
 
     device: str
@@ -90,6 +90,13 @@ class Workload:
     def on_gpu(self) -> bool:
         """True on a GPU."""
         return self.device != "CPU"
+
+    @property
+    def cores_text(self) -> str | None:
+        """Threads and cores in words, as `1 thread of 2 cores`; None where neither is known."""
+        cores, threads = self.machine.num_cores, self.num_threads
+        known = [f"{n:,} {what}{'' if n == 1 else 's'}" for n, what in ((threads, "thread"), (cores, "core")) if n]
+        return " of ".join(known) or None
 
     def disturbed(self, figures: Measured) -> bool:
         """True for a row on a CPU while which others were busy: its speed says little."""

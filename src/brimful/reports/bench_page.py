@@ -127,10 +127,8 @@ def _memory_word(on_gpu: bool) -> str:
 
 
 def _headline(bench: Bench) -> str:
-    work, rows = bench.workload, sum(each.measured is not None for each in bench.rows)
-    device = (
-        work.device if work.on_gpu else f"{work.machine.num_cores or 'some'} cores of {work.machine.cpu or 'a CPU'}"
-    )
+    work, rows = bench.workload, sum(row.name != RECOMMENDED for row, _ in bench.measured())
+    device = work.device if work.on_gpu else f"{work.cores_text or 'some cores'} of {work.machine.cpu or 'a CPU'}"
     return f"{rows} way{'' if rows == 1 else 's'} to train, measured on {printable(device)}"
 
 
@@ -326,7 +324,7 @@ def _machine(bench: Bench) -> list[tuple[str, str | None, str | None]]:
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items()) or None
     return [
         ("GPU", gpus, None),
-        ("CPU", machine.cpu, None if machine.num_cores is None else f"{machine.num_cores:,} cores"),
+        ("CPU", machine.cpu, work.cores_text),
         ("Memory", None if machine.memory_bytes is None else bytes_text(machine.memory_bytes), None),
         ("Matrix products", f"{rates} TFLOP/s" if rates else None, "measured; MFU is over these"),
         ("Versions", versions, None),

@@ -211,7 +211,8 @@ def _markdown(cells: Sequence[str]) -> str:
 
 def _machine_text(bench: Bench) -> str:
     machine = bench.workload.machine
-    name = bench.workload.device if bench.workload.on_gpu else f"{machine.cpu or 'CPU'}, {machine.num_cores} cores"
+    of_cpu = ", ".join(filter(None, (machine.cpu or "CPU", bench.workload.cores_text)))
+    name = bench.workload.device if bench.workload.on_gpu else of_cpu
     versions = ", ".join(f"{each} {machine.versions[each]}" for each in _SHOWN if each in machine.versions)
     return printable(f"{name} ({versions})", 300)
 
