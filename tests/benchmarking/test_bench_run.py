@@ -190,6 +190,25 @@ def test_another_number_of_threads_is_refused(tmp_path: Path, plans: Plans, devi
     assert plans.done == ["trainer: checkpointing"]  # which failed
 
 
+def test_a_row_that_waited_for_cores_is_measured_again(tmp_path: Path, plans: Plans) -> None:
+    """Whatever the time that it had."""
+    plans.work = {**WORK, "device": "CPU", "num_threads": 2}
+    plans.more = {"cores": 1.9, "waiting": 0.2}
+    told, heard = list[str](), Callbacks()
+    heard.warning = told.append  # type: ignore[method-assign]
+    options = BenchOptions(model="m", output=str(tmp_path / "b"), batch_size=4, rows="weight_decay=0.1")
+    bench_run.run_bench(options, heard, command="brimful bench m")
+    assert plans.done[4:8] == plans.done[:4]
+    assert any("its threads waited for a core in 20.0 % of their time, others were busy" in line for line in told)
+    with (tmp_path / "b" / "results.csv").open() as file:
+        assert {(each["waiting"], each["disturbed"]) for each in csv.DictReader(file)} == {("0.2", "yes")}
+    plans.more, begun = {"cores": 1.1, "waiting": 0.05}, len(plans.done)
+    bench(tmp_path, rows="weight_decay=0.1")
+    bench(tmp_path, rows="weight_decay=0.1")
+    assert len(plans.done) == begun + 5
+    assert "others were busy" not in (tmp_path / "b" / "results.md").read_text()
+
+
 def test_a_disturbed_row_of_a_cpu_is_measured_again(tmp_path: Path, plans: Plans) -> None:
     plans.work = {**WORK, "device": "CPU", "num_threads": 2}
     plans.more = {"cores": 1.1}

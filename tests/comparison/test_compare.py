@@ -319,16 +319,18 @@ def test_benches_are_compared_row_by_row(tmp_path: Path) -> None:
 def test_rows_that_others_disturbed_are_marked(tmp_path: Path) -> None:
     bench = guide_bench()
     work = replace(bench.workload, device="CPU", num_threads=2)
-    for name, cores in (("calm", 1.9), ("busy", 0.5)):
+    for name, cores, waiting in (("calm", 1.9, None), ("busy", 0.5, None), ("late", 1.9, 0.3)):
         (row, *_) = bench.rows
         assert row.measured is not None
-        rows = (replace(row, measured=replace(row.measured, cores=cores)),)
+        rows = (replace(row, measured=replace(row.measured, cores=cores, waiting=waiting)),)
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.json").write_text(to_json(replace(bench, workload=work, rows=rows)), "utf-8")
     found = brimful.compare(tmp_path / "calm", tmp_path / "busy")
     assert "10 (9 to 11)  10* (9 to 11), x 1.00" in comparison_text(found)
     assert [note.partition(":")[0] for note in found.notes] == ["rows marked * in busy"]
     assert "x 1.00*" in comparison_page(found)
+    found = brimful.compare(tmp_path / "calm", tmp_path / "late")
+    assert [note.partition(":")[0] for note in found.notes] == ["rows marked * in late"]
 
 
 def test_the_committed_benches_can_be_read() -> None:

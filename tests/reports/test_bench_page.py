@@ -184,6 +184,15 @@ def test_memory_that_is_unknown_is_no_zero() -> None:
     ]
 
 
+def test_a_recommended_row_that_is_slower_than_the_first_is_said_to_be() -> None:
+    slower = "It is slower than trainer: plain in this bench"
+    bench = guide_bench()
+    assert slower not in (recommended_text(bench) or "")
+    found = _of(_of(bench, "brimful: bf16", samples_per_s=7.0), "brimful: recommended", samples_per_s=7.0)
+    assert f"changes no arithmetic. {slower}" in (recommended_text(found) or "")
+    assert slower in Page(bench_page(found)).text
+
+
 def test_a_table_reader_reads_the_csv() -> None:
     """Rows without figures have all columns, too."""
     bench = guide_bench()

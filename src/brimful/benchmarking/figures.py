@@ -11,6 +11,7 @@ from statistics import fmean, median
 import numpy as np
 import numpy.typing as npt
 
+from brimful.benchmarking.waiting import ThreadTimes, thread_times, waiting_share
 from brimful.core.bench import Measured, Steps
 from brimful.core.phases import process_began
 from brimful.core.records import Arithmetic, PeakMemory, Recipe
@@ -23,6 +24,7 @@ class Blocks:
 
     marks: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    threads: list[ThreadTimes] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     computed_tokens: int = 0
     first_step_at: float | None = None
@@ -31,6 +33,7 @@ class Blocks:
         """Note an edge of a block: now."""
         self.marks.append(time.perf_counter())
         self.cpu_s.append(time.process_time())
+        self.threads.append(thread_times())
 
 
 def together(first: Measured, other: Measured) -> Measured:
@@ -82,6 +85,7 @@ def figures(
         loss=fmean(blocks.losses) if finite else None,
         peak_bytes=peak,
         cores=(blocks.cpu_s[-1] - blocks.cpu_s[0]) / sum(seconds),
+        waiting=waiting_share(blocks.threads[0], blocks.threads[-1]),
         first_step_s=None if blocks.first_step_at is None else blocks.first_step_at - process_began(),
         recipe=recipe,
     )

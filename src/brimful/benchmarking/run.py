@@ -22,7 +22,7 @@ from brimful.core.callbacks import Callbacks
 from brimful.core.errors import InputError, Interrupted, printable
 from brimful.core.options.bench import BenchOptions
 from brimful.core.records import from_json, json_text, to_json
-from brimful.core.units import bytes_text, parse_bytes, seconds_text
+from brimful.core.units import bytes_text, parse_bytes, seconds_text, share_text
 from brimful.reports.bench_page import bench_page
 from brimful.reports.bench_text import bench_csv, bench_markdown, rate_text
 from brimful.reports.svg import check_charts
@@ -289,8 +289,11 @@ class BenchRun:
         memory = "" if figures.memory_bytes is None else f", {bytes_text(figures.memory_bytes)}"
         self._callbacks.note(f"{found.row.key}: {rate_text(figures.samples_per_s)} samples/s{memory}")
         if self._work.disturbed(figures):
-            said = f"it had {figures.cores:.1f} of {self._work.num_threads} cores, others were busy"
-            self._callbacks.warning(f"{found.row.key}: {said}: it is measured again where there is time")
+            said = f"it had {figures.cores or 0.0:.1f} of {self._work.num_threads} cores"
+            if figures.waiting is not None:
+                said = f"its threads waited for a core in {share_text(figures.waiting)} of their time"
+            said = f"{found.row.key}: {said}, others were busy"
+            self._callbacks.warning(f"{said}: it is measured again where there is time")
         for text in found.notes:
             self._callbacks.warning(f"{found.row.key}: {text}")
 

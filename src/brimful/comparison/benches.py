@@ -104,7 +104,8 @@ def _of_bench(row: Mapping[str, Any], work: Mapping[str, Any]) -> tuple[str, Row
         high=max(map(float, rates), default=None),
         peak_bytes=next((int(each) for each in held if each), None),
         loss=_number(measured.get("loss")),
-        disturbed=work.get("device") == "CPU" and is_disturbed(measured.get("cores"), work.get("num_threads")),
+        disturbed=work.get("device") == "CPU"
+        and is_disturbed(measured.get("cores"), work.get("num_threads"), measured.get("waiting")),
     )
 
 

@@ -23,6 +23,8 @@ Status = Literal["measured", "out_of_memory", "failed", "unsupported", "left"]
 RESULTS = "results.json"
 #: The work that its rows are of, and the folder of finished ones: what a bench leaves that measured none.
 SETUP, ROWS = "bench.json", "rows"
+#: Share of waiting for a core above which a row's speed says little.
+_WAITING = 0.1
 #: Name of the last row: the fastest recipe of brimful that changes no arithmetic, measured once more.
 RECOMMENDED = "recommended"
 
@@ -100,7 +102,7 @@ class Workload:
 
     def disturbed(self, figures: Measured) -> bool:
         """True for a row on a CPU while which others were busy: its speed says little."""
-        return not self.on_gpu and is_disturbed(figures.cores, self.num_threads)
+        return not self.on_gpu and is_disturbed(figures.cores, self.num_threads, figures.waiting)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +113,8 @@ class Measured:
     tokens, without padding. flops_per_s: of the useful operations. mfu: those over the measured rate of matrix products
     in the row's precision; datasheet_mfu: over the maker's. nvml_bytes: most that the driver counted beyond what was
     used before the row. loss: mean over the last block, after `Steps.total` steps. fill: real over computed tokens.
-    cores: CPU seconds of the process in a second of timed steps. arithmetic: the least exact class of the settings.
+    cores: CPU seconds of the process in a second of timed steps. waiting: share of the time in which its threads could
+    have run and waited for a core. arithmetic: the least exact class of the settings.
     first_step_s: from the start of the process to the end of its first step.
     """
 
@@ -129,6 +132,7 @@ class Measured:
     peak_bytes: PeakMemory = field(default_factory=PeakMemory)
     nvml_bytes: int | None = None
     cores: float | None = None
+    waiting: float | None = None
     first_step_s: float | None = None
     recipe: Recipe | None = None
 
@@ -184,8 +188,14 @@ class Bench:
         return None if first is None else figures.samples_per_s / first.samples_per_s
 
 
-def is_disturbed(cores: float | None, num_threads: int | None) -> bool:
-    """True where a process had less than six tenths of what its threads could use. cores: CPU seconds in one."""
+def is_disturbed(cores: float | None, num_threads: int | None, waiting: float | None) -> bool:
+    """True where threads waited for a core in more than a tenth of the time in which they could have run.
+
+    cores: CPU seconds in one: where the system does not say how long they waited, less than six tenths of what the
+    threads could use.
+    """
+    if waiting is not None:
+        return waiting > _WAITING
     return cores is not None and num_threads is not None and cores < 0.6 * num_threads
 
 

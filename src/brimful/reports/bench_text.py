@@ -120,7 +120,13 @@ def recommended_text(bench: Bench) -> str | None:
     unsure = " (others were busy on this machine: measure it again)" if busy else ""
     said = bench.recommended if gained is None else f"{bench.recommended}, {gained}"
     first = f"Recommended: {said}, brimful's fastest that fits and changes no arithmetic{unsure}"
-    return ". ".join(filter(None, (first, _passed_over(bench), _few(bench))))
+    return ". ".join(filter(None, (first, _slower(bench, measured), _passed_over(bench), _few(bench))))
+
+
+def _slower(bench: Bench, measured: Measured | None) -> str | None:
+    """Sentence that the recommended settings are slower than the first row; None where they are not."""
+    ratio = None if measured is None else bench.ratio(measured)
+    return f"It is slower than {bench.rows[0].row.key} in this bench" if ratio is not None and ratio < 1 else None
 
 
 def _passed_over(bench: Bench) -> str | None:
@@ -221,7 +227,7 @@ _SHOWN = ("torch", "transformers", "brimful")
 _CSV = (
     *("number", "side", "row", "settings", "status", "reason", "samples_per_s", "ratio", "spread", "repeats"),
     *("step_s", "tokens_per_s", "mfu", "datasheet_mfu", "precision", "arithmetic", "loss", "nvml_bytes"),
-    *("resident_bytes", "allocated_bytes", "reserved_bytes", "first_step_s", "cores", "disturbed"),
+    *("resident_bytes", "allocated_bytes", "reserved_bytes", "first_step_s", "cores", "waiting", "disturbed"),
 )
 _PARTS = (
     *("weights", "gradients", "optimizer_states", "activations", "temporaries", "workspaces", "unused"),
@@ -244,7 +250,7 @@ def bench_csv(bench: Bench) -> str:
                 figures.samples_per_s, bench.ratio(figures), figures.spread, len(figures.block_rates), figures.step_s,
                 figures.tokens_per_s, figures.mfu, figures.datasheet_mfu, figures.precision, figures.arithmetic,
                 figures.loss, figures.nvml_bytes, peak.resident, peak.allocated, peak.reserved, figures.first_step_s,
-                figures.cores, "yes" if bench.workload.disturbed(figures) else "no",
+                figures.cores, figures.waiting, "yes" if bench.workload.disturbed(figures) else "no",
                 *(peak.components.get(name) for name in _PARTS),
             ]  # fmt: skip
         values += [None] * (columns - len(values))
