@@ -21,9 +21,10 @@ from benches import figures, guide_bench, recipe
 from brimful.benchmarking import needed
 from brimful.benchmarking import run as bench_run
 from brimful.benchmarking.folder import BenchFolder
-from brimful.benchmarking.process import Ended, Watch
+from brimful.benchmarking.process import Ended, Watch, run_plan
 from brimful.benchmarking.worker import measure
 from brimful.cli.commands import run
+from brimful.core.atomic_files import TEMPORARY
 from brimful.core.bench import RECOMMENDED, Bench, read_bench
 from brimful.core.callbacks import Callbacks
 from brimful.core.options.bench import BenchOptions
@@ -45,7 +46,7 @@ class Plans:
         self.turns: dict[str, list[tuple[float, float]]] = {}
         self.blocks: dict[str, list[tuple[float, ...]]] = {}
 
-    def __call__(self, plan: Mapping[str, Any], watch: Watch, *, limit_s: float | None) -> Ended:
+    def __call__(self, plan: Mapping[str, Any], watch: Watch, *, limit_s: float | None, folder: Path) -> Ended:
         json.dumps(plan)
         row = plan["row"]
         if row is None:
@@ -166,6 +167,25 @@ def test_a_row_half_written_is_measured_again(tmp_path: Path, plans: Plans) -> N
     begun = len(plans.done)
     bench(tmp_path)
     assert len(plans.done) == 2 * begun
+
+
+def test_what_a_kill_left_of_a_process_is_removed_by_the_next_call(tmp_path: Path, plans: Plans) -> None:
+    left = tmp_path / "b" / "rows" / ".tmp-process-ab"
+    left.mkdir(parents=True)
+    (left / "plan.json").write_text("{}")
+    bench(tmp_path)
+    assert not left.exists()
+    assert plans.done
+
+
+def test_a_process_has_its_folder_where_the_next_call_looks(tmp_path: Path) -> None:
+    seen = set[str]()
+    watch = Watch(idle=lambda: seen.update(each.name for each in tmp_path.iterdir()))
+    ended = run_plan({}, watch, limit_s=60.0, folder=tmp_path)
+    assert (ended.found or {})["error"] == "KeyError: 'row'"
+    assert len(seen) == 1
+    assert seen.pop().startswith(TEMPORARY)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("device", ["CPU", "a GPU"])

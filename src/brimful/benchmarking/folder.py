@@ -40,6 +40,8 @@ class BenchFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        #: Where processes of rows have their folders: what a kill leaves of them, the next call removes.
+        self.processes = path / ROWS
         #: Whether the folder stays where the call cannot go on: its work is wanted, and nothing of it was refused.
         self.begun = False
 

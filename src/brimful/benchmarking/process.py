@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from brimful.core.atomic_files import TEMPORARY
 from brimful.core.errors import printable
 
 _POLL_S = 0.05
@@ -47,16 +48,20 @@ class Watch:
     idle: Callable[[], None] = field(default=lambda: None)
 
 
-def run_plan(plan: Mapping[str, Any], watch: Watch, *, limit_s: float | None) -> Ended:
-    """Run a plan in a process of its own, in a group that ends with it, at the latest after `limit_s`."""
+def run_plan(plan: Mapping[str, Any], watch: Watch, *, limit_s: float | None, folder: Path) -> Ended:
+    """Run a plan in a process of its own, in a group that ends with it, at the latest after `limit_s`.
+
+    folder: where it has one of its own, named as what is being written, so that `clean_temporaries` removes what a kill
+    leaves.
+    """
     nvml = Nvml()
-    with tempfile.TemporaryDirectory(prefix="brimful-bench-") as folder:
-        given, result = Path(folder) / "plan.json", Path(folder) / "result.json"
+    with tempfile.TemporaryDirectory(prefix=f"{TEMPORARY}process-", dir=folder, ignore_cleanup_errors=True) as own:
+        given, result = Path(own).absolute() / "plan.json", Path(own).absolute() / "result.json"
         given.write_text(json.dumps(plan), "utf-8")
         command = [sys.executable, "-m", "brimful.benchmarking.worker", str(given), str(result)]
         before = peak = nvml.used_bytes()
         began, timed_out = time.monotonic(), False
-        with (Path(folder) / "stderr").open("w+b") as errors:
+        with (Path(own) / "stderr").open("w+b") as errors:
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=_environment(),
                 start_new_session=True, text=True, errors="replace",
@@ -75,6 +80,8 @@ def run_plan(plan: Mapping[str, Any], watch: Watch, *, limit_s: float | None) ->
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+                assert process.stdin is not None
+                process.stdin.close()
             errors.seek(0)
             said = errors.read().decode("utf-8", "replace")
         wall_s = time.monotonic() - began
@@ -102,10 +109,11 @@ def _reader(process: subprocess.Popen[str]) -> queue.Queue[int]:
 
     def read() -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            word, _, number = line.partition(" ")
-            if word == "STEP" and number.strip().isdecimal():
-                steps.put(int(number))
+        with process.stdout as lines:
+            for line in lines:
+                word, _, number = line.partition(" ")
+                if word == "STEP" and number.strip().isdecimal():
+                    steps.put(int(number))
 
     threading.Thread(target=read, name="bench-steps", daemon=True).start()
     return steps

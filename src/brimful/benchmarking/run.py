@@ -127,7 +127,7 @@ class BenchRun:
 
     def _workload(self) -> Workload:
         """The work and the machine, from a process like those of the rows. Raises: InputError that was raised there."""
-        ended = run_plan(self._plan(None), Watch(), limit_s=self._left_s())
+        ended = self._measure(None, Watch(), self._left_s())
         found = ended.found or {}
         if ended.timed_out and self._options.budget_s:
             self._folder.begun = True
@@ -140,6 +140,9 @@ class BenchRun:
         for text in found.get("notes", ()):
             self._callbacks.warning(text)
         return from_json(Workload, json_text(found["workload"]))
+
+    def _measure(self, row: Row | None, watch: Watch, limit_s: float | None) -> Ended:
+        return run_plan(self._plan(row), watch, limit_s=limit_s, folder=self._folder.processes)
 
     def _plan(self, row: Row | None) -> dict[str, Any]:
         steps = None if row is None else dataclasses.asdict(self._steps_now)
@@ -202,7 +205,7 @@ class BenchRun:
 
         began, self._begun = time.monotonic(), True
         told(0)
-        found = self._result(row, run_plan(self._plan(row), Watch(told=told), limit_s=limit))
+        found = self._result(row, self._measure(row, Watch(told=told), limit))
         if found.measured is not None and found.wall_s is not None:
             self._walls.append(found.wall_s)
         if known is not None and found.measured is None:

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -31,13 +32,17 @@ _WATCHED_STEPS = 2
 
 
 def measure_trainers(
-    work: Work, settings: Mapping[str, Any], steps: Steps, callbacks: Callbacks, told: Callable[[int], None]
-) -> Measured:
-    """Train for some steps and time them. told: called with the steps done so far. Raises: what Trainer raises."""
+    work: Work, settings: Mapping[str, Any], steps: Steps, callbacks: Callbacks, told: Callable[[int], None],
+    parent: Path | None = None,
+) -> Measured:  # fmt: skip
+    """Train for some steps and time them. told: called with the steps done so far. parent: of Trainer's own folder.
+
+    Raises: what Trainer raises.
+    """
     options, device = work.options, work.device
     model = work.model()
     with device_memory(device, options.memory_limit, "default"), quiet_transformers(), ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=parent))
         arguments = _arguments(work, settings, steps, folder)
         clock = _Clock(steps, told)
         collator = None if work.random else DataCollatorWithPadding(work.prepared.tokenizer)

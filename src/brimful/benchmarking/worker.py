@@ -35,8 +35,8 @@ class _Notes(Callbacks):
             self.lines.append(text)
 
 
-def measure(plan: dict[str, Any]) -> dict[str, Any]:
-    """Do what a plan says. Raises: whatever the work raises."""
+def measure(plan: dict[str, Any], folder: Path | None = None) -> dict[str, Any]:
+    """Do what a plan says. folder: for files on the way. Raises: whatever the work raises."""
     if plan["row"] is None:
         check_trainer()  # before imports of ours that a broken package ends, too
     from brimful.benchmarking.our_side import measure_ours
@@ -52,7 +52,8 @@ def measure(plan: dict[str, Any]) -> dict[str, Any]:
     else:
         from brimful.benchmarking.trainer_side import measure_trainers
 
-        found = measure_trainers(make_work(options, Callbacks(), steps), row.settings, steps, notes, _told)
+        work = make_work(options, Callbacks(), steps)
+        found = measure_trainers(work, row.settings, steps, notes, _told, folder)
     return {"measured": dataclasses.asdict(found), "notes": notes.lines}
 
 
@@ -60,7 +61,7 @@ def main(plan: Path, result: Path) -> None:
     """Write the result of a plan, an error as well, and end."""
     threading.Thread(target=_end_with_stdin, name="lifeline", daemon=True).start()
     try:
-        found = measure(json.loads(plan.read_text("utf-8")))
+        found = measure(json.loads(plan.read_text("utf-8")), plan.parent)
     except Exception as error:
         found = failure(error)
     atomic_files.write_bytes(result, json_text(found).encode())
