@@ -161,12 +161,21 @@ def test_rows_of_the_same_settings_are_measured_once_and_said(tmp_path: Path, pl
 
 
 def test_a_row_half_written_is_measured_again(tmp_path: Path, plans: Plans) -> None:
+    """And said, with its file."""
     bench(tmp_path)
-    for file in (tmp_path / "b" / "rows").iterdir():
+    files = sorted((tmp_path / "b" / "rows").iterdir())
+    for file in files:
         file.write_text(file.read_text()[:200])
-    begun = len(plans.done)
-    bench(tmp_path)
+    begun, told, heard = len(plans.done), list[str](), Callbacks()
+    heard.note = told.append  # type: ignore[method-assign]
+    options = BenchOptions(model="m", output=str(tmp_path / "b"), batch_size=4)
+    bench_run.run_bench(options, heard, command="brimful bench m")
     assert len(plans.done) == 2 * begun
+    broken = [line for line in told if line.startswith("rows/")]
+    assert broken == [f"rows/{file.name} cannot be read: its row counts as not measured" for file in files]
+    told.clear()
+    bench_run.run_bench(options, heard, command="brimful bench m")
+    assert not [line for line in told if line.startswith("rows/")]
 
 
 def test_what_a_kill_left_of_a_process_is_removed_by_the_next_call(tmp_path: Path, plans: Plans) -> None:
@@ -390,6 +399,17 @@ def test_a_budget_that_no_row_fits_is_told_with_seconds(tmp_path: Path, monkeypa
     bench_run.run_bench(options, heard, command="brimful bench m")
     assert plans.done == ["trainer: plain"]
     assert told[-1].startswith("no row was measured: --budget-s 0.9 left 12 s to the first; raise --budget-s")
+
+
+def test_a_budget_over_before_the_machine_is_measured_names_the_rows_that_there_are(
+    tmp_path: Path, plans: Plans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = len([each for each in bench(tmp_path).measured() if each[0].name != RECOMMENDED])
+    over = Ended(found=None, reason="not done after 1 s", timed_out=True, wall_s=1.0)
+    monkeypatch.setattr(bench_run, "run_plan", lambda *_, **__: over)
+    said = "nothing more could be measured: --budget-s 1 was over before the machine was measured; rows that were"
+    with pytest.raises(brimful.InputError, match=f"^{said} measured before, in .*: {measured}\n"):
+        bench(tmp_path, budget_s=1.0)
 
 
 @pytest.mark.parametrize(

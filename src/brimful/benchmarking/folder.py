@@ -128,22 +128,23 @@ class BenchFolder:
 
     def row(self, row: Row) -> BenchRow | None:
         """The row of these settings as it was measured; None if it was not."""
-        with suppress(OSError, ValueError, KeyError, TypeError):  # not there, or not whole: measured again
-            found = from_json(BenchRow, self._file(row).read_text("utf-8"))
-            return dataclasses.replace(found, row=row)
-        return None
+        found = _read(self._file(row))  # what is not there, or not whole, is measured again
+        return None if found is None else dataclasses.replace(found, row=row)
 
     def others(self, rows: Iterable[Row]) -> list[BenchRow]:
         """Rows that were measured by calls for other rows than these, in the order in which they were."""
         keys = {row.key for row in rows} | {f"brimful: {RECOMMENDED}"}
         files = sorted((self.path / ROWS).glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
-        found: dict[str, BenchRow] = {}
-        for file in files:
-            with suppress(OSError, ValueError, KeyError, TypeError):  # not whole
-                each = from_json(BenchRow, file.read_text("utf-8"))
-                if each.row.key not in keys:
-                    found[each.row.key] = each
-        return list(found.values())
+        whole = (each for each in map(_read, files) if each is not None and each.row.key not in keys)
+        return list({each.row.key: each for each in whole}.values())
+
+    def broken(self) -> list[str]:
+        """Names of files of rows that are not whole."""
+        return sorted(f"{ROWS}/{file.name}" for file in (self.path / ROWS).glob("*.json") if _read(file) is None)
+
+    def num_measured(self) -> int:
+        """Number of rows with figures, the recommended one left out."""
+        return sum(each.measured is not None for each in self.others(()))
 
     def keep(self, found: BenchRow) -> None:
         """Write a finished row."""
@@ -171,6 +172,13 @@ class BenchFolder:
 
 _OTHER_OUTPUT = "give another --output, or remove this one"
 _STEP_FLAGS = ("--steps", "--repeats", "--warmup-steps")
+
+
+def _read(file: Path) -> BenchRow | None:
+    """A row's file; None where it is not there, or not whole."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return from_json(BenchRow, file.read_text("utf-8"))
+    return None
 
 
 def rows_file(folder: Path) -> Path:

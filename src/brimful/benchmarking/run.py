@@ -80,6 +80,8 @@ class BenchRun:
         self._callbacks.note(_work_text(self._work, self._steps_now))
         for other, key in same_rows(self._options, longest=workload.longest_tokens, on_gpu=workload.on_gpu).items():
             self._callbacks.note(f"{other}: the same settings as {key}, measured once, under that name")
+        for name in self._folder.broken():
+            self._callbacks.note(f"{name} cannot be read: its row counts as not measured")
         self._places = {row.key: place for place, row in enumerate(rows)}
         for number, row in enumerate(in_turns(rows)):
             self._found.append(self._row(row, f"row {number + 1} of {len(rows) + 1}", len(rows) - number))
@@ -132,7 +134,10 @@ class BenchRun:
         if ended.timed_out and self._options.budget_s:
             self._folder.begun = True
             said = f"--budget-s {self._options.budget_s:g} was over before the machine was measured"
-            raise InputError(f"nothing could be measured: {said}", hint=_more_time())
+            num = self._folder.num_measured()
+            kept = f"; rows that were measured before, in {printable(self._options.output)}: {num}" if num else ""
+            more = " more" if num else ""
+            raise InputError(f"nothing{more} could be measured: {said}{kept}", hint=_more_time())
         if "workload" not in found:
             said = str(found.get("error") or ended.reason)
             raise InputError(f"nothing could be measured: {said}" if not found.get("is_input") else said,
