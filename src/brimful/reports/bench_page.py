@@ -60,7 +60,7 @@ def bench_page(bench: Bench) -> str:
         "bench.html.j2",
         bench,
         whole="results.json, in the folder of the bench",
-        source=printable(PurePath(bench.model).name or bench.model, 48),
+        source=printable(_model_name(bench.model), 48),
         headline=_headline(bench),
         notices=[f"{recommended}."] if recommended else [],
         warnings=_warnings(bench),
@@ -84,6 +84,13 @@ def bench_page(bench: Bench) -> str:
         settings=[(each.row.key, _settings(each)) for each in bench.rows],
         memory_word=_memory_word(work.on_gpu),
     )
+
+
+def _model_name(model: str) -> str:
+    """The last part of a model's name, and the one before it where that is `model`, as in the folder of a run."""
+    path = PurePath(model)
+    before = path.parent.name if path.name == "model" else ""
+    return "/".join(filter(None, (before, path.name))) or model
 
 
 def _missing(bench: Bench) -> list[tuple[str, str, str]]:
