@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +69,34 @@ def test_a_refusal_is_noted_once_and_drops_all_graphs() -> None:
     assert launched == ["eager"] * 4
     assert (len(cache), cache.enabled) == (0, False)
     assert notes == ["steps run eagerly: an item was read"]
+
+
+def test_a_graph_of_a_pass_that_python_has_not_collected_refuses_nothing() -> None:
+    """One in a cycle of references is collected before the second attempt; one that is held refuses that, too."""
+
+    class Held:
+        itself: Any = None
+
+    class Recorder(CpuRecorder):
+        def record(self, compute: Callable[[], Any]) -> Any:
+            if alive() is not None:
+                raise RuntimeError("operation would make the legacy stream depend on a capturing blocking stream")
+            return super().record(compute)
+
+    gc.disable()
+    try:
+        for kept in (False, True):
+            held = Held()
+            held.itself, alive = held, weakref.ref(held)
+            holds = held if kept else None
+            del held
+            cache, notes = make_cache(Recorder())
+            launched = [run(cache, torch.ones(2), add_one) for _ in range(2)]
+            assert launched == ["eager", "eager" if kept else "replayed"]
+            assert cache.enabled == (holds is None)
+            assert ["detach() what is kept" in note for note in notes] == [True] * kept
+    finally:
+        gc.enable()
 
 
 def test_an_error_that_is_no_refusal_is_raised() -> None:

@@ -70,12 +70,15 @@ class Pool:
         return Pool.is_full
 
 
-def run(ranks: Any, case: Case, refusals: dict[int, Exception]) -> dict[str, Any]:
-    """As `trained`, twice over the batches, captured from the second time on."""
+def run(ranks: Any, case: Case, refusals: dict[int, Exception], *, refused: bool = False) -> dict[str, Any]:
+    """As `trained`, twice over the batches, captured from the second time on. refused: before processes meet."""
     Pool.refusals, Pool.num_recorded, notes = refusals, 0, list[str]()
 
     def make(*arguments: Any, **options: Any) -> Step:
-        return CapturedStep(*arguments, **options, most_tokens=96, precompile=False, note=notes.append)
+        step = CapturedStep(*arguments, **options, most_tokens=96, precompile=False, note=notes.append)
+        if refused:
+            step._graphs.stop("not permitted for the first batch")
+        return step
 
     found = trained(ranks, case, make=make, rounds=2)
     return found | {"notes": notes, "recorded": Pool.num_recorded}
@@ -93,7 +96,7 @@ def work(place: Place) -> list[Any]:
             run(ranks, SINGLE, {1: CaptureMemoryError("no room")} if here else {})
         except CaptureMemoryError as error:
             found.append(str(error))
-        return found
+        return [*found, run(ranks, SINGLE, {}, refused=place.rank == 0)]
 
 
 def work_in_parts(place: Place) -> list[Any]:
@@ -124,8 +127,8 @@ def test_weights_in_parts_are_captured_where_a_batch_is_one_micro_batch(tmp_path
 
 def test_graphs_are_those_of_all_or_of_none(tmp_path: Path) -> None:
     both = Forked(tmp_path, 2, work).results()
-    for single, several, captured, in_pieces, refused, full in both:
-        for eager, other in ((single, captured), (several, in_pieces), (several, refused)):
+    for single, several, captured, in_pieces, refused, full, before in both:
+        for eager, other in ((single, captured), (several, in_pieces), (several, refused), (single, before)):
             assert torch.equal(torch.from_numpy(eager["weights"]), torch.from_numpy(other["weights"]))
             assert eager["told"] == other["told"]
         assert captured["recorded"] > 1
@@ -135,3 +138,6 @@ def test_graphs_are_those_of_all_or_of_none(tmp_path: Path) -> None:
         assert full == "no room" or (full.startswith("process 1 of 2") and full.endswith("out of memory"))
     assert "refused in another process" in both[0][4]["notes"][0]
     assert "not permitted" in both[1][4]["notes"][0]
+    assert "not permitted for the first batch" in both[0][6]["notes"][0]
+    assert "refused in another process" in both[1][6]["notes"][0]
+    assert both[0][6]["recorded"] == both[1][6]["recorded"] == 0

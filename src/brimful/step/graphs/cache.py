@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -16,11 +17,12 @@ from brimful.hardware.memory import CaptureMemoryError, device_free_bytes, is_ou
 
 Outputs = TypeVar("Outputs")
 
-#: What a refusal is about, by words of it.
-_HINTS = {
-    "legacy stream": "a loss or a copy that was made of the model's weights outside the step is alive with its graph;"
+#: Words of a refusal where autograd's graph of an earlier pass is alive, on the stream of that pass.
+_ALIVE = "legacy stream"
+_ALIVE_HINT = (
+    "a loss or a copy that was made of the model's weights outside the step is alive with its graph;"
     " hint: detach() what is kept"
-}
+)
 #: Graphs of one cache. A packed training run has at most a dozen shapes; classification has a handful of length
 #: classes, and of budgets in each.
 MOST_GRAPHS = 64
@@ -204,15 +206,22 @@ class GraphCache:
                 self._note(f"{self._what} of some shapes run eagerly: there are more than {self._most}")
             self._is_full = True
             return None
-        try:
-            static = None if inputs is None else inputs.to(self._recorder.device, copy=True)
-            recorded, outputs = self._recorder.record(partial(compute, static))
-        except (RuntimeError, torch.AcceleratorError) as refusal:
-            if is_out_of_memory(refusal):
-                raise CaptureMemoryError(str(refusal)) from refusal
-            said = str(_first(refusal)).splitlines()[0][:200]
-            self.stop(said + next((f"; {hint}" for words, hint in _HINTS.items() if words in said), ""))
-            return None
+        for is_first in (True, False):
+            try:
+                static = None if inputs is None else inputs.to(self._recorder.device, copy=True)
+                recorded, outputs = self._recorder.record(partial(compute, static))
+                break
+            except (RuntimeError, torch.AcceleratorError) as refusal:
+                if is_out_of_memory(refusal):
+                    raise CaptureMemoryError(str(refusal)) from refusal
+                said = str(_first(refusal)).splitlines()[0][:200]
+            if _ALIVE not in said:
+                self.stop(said)
+                return None
+            if not is_first:
+                self.stop(f"{said}; {_ALIVE_HINT}")
+                return None
+            gc.collect()  # which pass it is of depends on when Python last looked for cycles
         self._graphs[key] = graph = Graph(recorded, outputs, static, self._keep())
         return graph
 

@@ -152,6 +152,13 @@ class CapturedStep(Step):
         self.update.abandon()
         super().load_state(state)
 
+    def meet(self) -> str:
+        """As `Step` does. None captures where one was refused before, as the leader may be on the first batch."""
+        warning = super().meet()
+        if any(self.ranks.any([not self._graphs.enabled])) and self._graphs.enabled:
+            self._graphs.stop("a graph was refused in another process")
+        return warning
+
     def abandon(self) -> bool:
         """As `Step` does. Graphs are dropped with their memory, and captured anew."""
         self._graphs.free()
