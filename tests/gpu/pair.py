@@ -26,10 +26,12 @@ class Pair:
         self._launcher: subprocess.Popen[bytes] | None = None
 
     def run(self, words: Sequence[str]) -> tuple[list[int], str]:
-        """Have both run a command to its end. Return their exit codes, and what the first one said."""
+        """Have both run a command to its end. Return their exit codes, and what the first one said, or both where it
+        failed."""
         self.begin(words)
         self.wait_for(lambda: all(self._told(rank, "code") for rank in (0, 1)))
-        return [int(self._told(rank, "code")) for rank in (0, 1)], self._told(0, "log")
+        codes, said = [int(self._told(rank, "code")) for rank in (0, 1)], self._told(0, "log")
+        return codes, f"{said}\nthe other one:\n{self._told(1, 'log')}" if any(codes) else said
 
     def begin(self, words: Sequence[str]) -> None:
         """Have both begin a command."""

@@ -305,7 +305,8 @@ def joined(
         yield ALONE
         return
     if dist.is_initialized():
-        hint = "call it before init_process_group; to train in your own loop there is brimful.Step"
+        hint = "call it before init_process_group, in new processes after a run on GPUs that failed; for your own loop"
+        hint += " there is brimful.Step"
         raise DeviceError("torch.distributed is in use in this process already", hint=hint)
     store, own = call(place)
     pulse = Pulse(place.rank, f"GPU {device.index or 0}" if device.type == "cuda" else "CPU")
