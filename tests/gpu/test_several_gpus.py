@@ -256,14 +256,15 @@ def test_weights_together_learn_what_one_does(train: Train, tmp_path: Path, prec
 def test_memory_that_does_not_suffice_is_met_by_both(pair: Pair, train: Train, tmp_path: Path) -> None:
     """Under a limit that no graph of the first budget fits, or no batch: the run goes on smaller, and ends.
 
-    torch has 400 MB of it beside what the process takes of itself: 0.9 GB on H100s as it begins, 2.1 with NCCL's.
+    torch has 400 MB of it beside what the process takes of itself, 0.9 GB on H100s as it begins, 2.1 with NCCL's, and
+    the 64 MiB that a limit leaves for what the driver loads.
     """
     pair.close()  # the next ones have no memory of runs before
     ask = ["--precision", "fp32", "--batch-size", "512", "--no-peer-copies"]
     train(tmp_path / "free", 2, *ask, "--max-steps", "4")
     outside = json.loads((tmp_path / "free" / "run.json").read_text())["peak_bytes"]["components"]["outside_torch"]
     pair.close()
-    told = train(tmp_path / "run", 2, *ask, "--memory-limit", f"{outside // 1_000_000 + 400}MB")
+    told = train(tmp_path / "run", 2, *ask, "--memory-limit", f"{outside // 1_000_000 + 467}MB")
     assert len(told) == 40
 
 
