@@ -151,7 +151,9 @@ class GraphCache:
 
     A shape runs eagerly when it is first met, which also warms up what capture must not (compilation, library handles,
     optimizer states). When it comes again it is captured, and replayed from then on. If a capture is refused, all
-    graphs are dropped and everything runs eagerly; if memory runs out, whoever runs the step may try smaller shapes.
+    graphs are dropped and everything runs eagerly, but where autograd's graph of an earlier pass may be one that Python
+    had not collected: then it is tried when the shape comes again, once. If memory runs out, whoever runs the step may
+    try smaller shapes.
 
     recorder: None to capture nothing. what: the computations, as the user knows them. note: called once with the reason
     if capture turns out to be impossible, and once if there are more graphs than `most`: further shapes run eagerly.
@@ -170,7 +172,7 @@ class GraphCache:
         self._recorder, self._what, self._note, self._most, self._keep = recorder, what, note, most, keep
         self._graphs: dict[Hashable, Graph[Any]] = {}
         self._met: set[Hashable] = set()
-        self._is_full = False
+        self._is_full = self._has_collected = False
         if recorder is not None:
             recorder.caches.add(self)
 
@@ -206,24 +208,27 @@ class GraphCache:
                 self._note(f"{self._what} of some shapes run eagerly: there are more than {self._most}")
             self._is_full = True
             return None
-        for is_first in (True, False):
-            try:
-                static = None if inputs is None else inputs.to(self._recorder.device, copy=True)
-                recorded, outputs = self._recorder.record(partial(compute, static))
-                break
-            except (RuntimeError, torch.AcceleratorError) as refusal:
-                if is_out_of_memory(refusal):
-                    raise CaptureMemoryError(str(refusal)) from refusal
-                said = str(_first(refusal)).splitlines()[0][:200]
-            if _ALIVE not in said:
-                self.stop(said)
-                return None
-            if not is_first:
-                self.stop(f"{said}; {_ALIVE_HINT}")
-                return None
-            gc.collect()  # which pass it is of depends on when Python last looked for cycles
-        self._graphs[key] = graph = Graph(recorded, outputs, static, self._keep())
-        return graph
+        try:
+            static = None if inputs is None else inputs.to(self._recorder.device, copy=True)
+            recorded, outputs = self._recorder.record(partial(compute, static))
+        except (RuntimeError, torch.AcceleratorError) as refusal:
+            if is_out_of_memory(refusal):
+                raise CaptureMemoryError(str(refusal)) from refusal
+            said = str(_first(refusal)).splitlines()[0][:200]
+        else:
+            self._graphs[key] = graph = Graph(recorded, outputs, static, self._keep())
+            return graph
+        if _ALIVE in said and not self._has_collected:
+            self.collect()
+        else:
+            self.stop(f"{said}; {_ALIVE_HINT}" if _ALIVE in said else said)
+        return None
+
+    def collect(self) -> None:
+        """Have Python let go of autograd's graphs of earlier passes that only cycles hold, once."""
+        if not self._has_collected:
+            self._has_collected = True
+            gc.collect()
 
     def free(self) -> None:
         """Drop all graphs that share the memory of these, and the memory. They are captured anew."""

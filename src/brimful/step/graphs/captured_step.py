@@ -274,6 +274,7 @@ class CapturedStep(Step):
                 raise failure
             return self._graphs.find(key, compute, memory)
         graph = None
+        self._graphs.collect()  # a refusal is one for all, and for good
         try:
             graph = None if failure is not None else self._graphs.find(key, compute, memory)
         except CaptureMemoryError as error:
