@@ -226,7 +226,7 @@ class _Pipeline:
         from transformers import AutoModelForSequenceClassification
 
         if self._facts.adapter is not None:
-            return load_model(self._facts, label_space(self._facts.config), head="kept", seed=0, answers=True)
+            return load_model(self._facts, label_space(self._facts.config), head="kept", seed=0)
         trust = self._options["trust_remote_code"]
         return AutoModelForSequenceClassification.from_pretrained(self._facts.folder, trust_remote_code=trust)
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models
 
 from brimful.core.records import LabelSpace
 from brimful.models.hub.inspection import head_parameters, inspect_model, load_tokenizer
-from brimful.models.hub.load import load_model
+from brimful.models.hub.load import _never_last, load_model
 
 FAMILIES = ["bert", "roberta", "distilbert", "electra", "deberta-v2", "modernbert", "bart", "t5", "llama", "gpt2"]
 THREE = LabelSpace(task="single_label", names=("negative", "neutral", "positive"))
@@ -160,6 +161,29 @@ def test_a_decoder_that_names_another_padding_token_than_its_tokenizer(make_mode
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "pad_token": "<eos>"}))
     assert load(folder).config.pad_token_id == 5
+
+
+@pytest.mark.parametrize(
+    ("more", "decoder", "expected"),
+    [
+        ([], None, "one that is not there"),
+        (["<0xC0>"], None, "<0xC0>"),
+        (["\u00c0"], decoders.ByteLevel(), "\u00c0"),
+        (["\u00c0"], None, "<s>"),
+    ],
+    ids=["free", "bytes to fall back to", "bytes", "a letter"],
+)
+def test_padding_that_no_text_ends_with(more, decoder, expected):
+    """Not the end of text, which a text may end with, and not a letter of a vocabulary of letters."""
+    words = {name: number for number, name in enumerate(["<unk>", "<s>", "</s>", "a", *more])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    if decoder is not None:
+        backend.decoder = decoder
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="</s>"
+    )
+    size = len(words) + (not more)
+    assert _never_last(tokenizer, size) == words.get(expected, size - 1)
 
 
 def without(folder, *names):

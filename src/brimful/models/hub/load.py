@@ -38,8 +38,8 @@ PROBLEM_TYPES: Mapping[TaskName, str] = {
     "regression": "regression",
 }
 _MOST_NAMED = 4
-#: The byte C0, which no text in UTF-8 has, as vocabularies of bytes write it.
-_NO_BYTE = "À"
+#: The byte C0, which no text in UTF-8 has, as vocabularies of bytes write it, and those that fall back to bytes.
+_NO_BYTE, _NO_FALLBACK_BYTE = "À", "<0xC0>"
 
 
 def load_model(
@@ -180,14 +180,18 @@ def _record_padding_token(model: PreTrainedModel, facts: ModelFacts, *, answers:
 
 
 def _never_last(tokenizer: Any, size: int) -> int:
-    """A token that no text ends with, of `size` that are embedded: of a model that names no padding token transformers
-    reads the last token of a text, be it the end of text that a tokenizer adds, and pads with."""
+    """A token for padding that no text ends with, of `size` that are embedded.
+
+    transformers reads the last token of a text where a model names no padding token, be it the end of text. One that
+    the vocabulary lacks, or a byte that is in no text, is never there; else a special token that hardly ends one.
+    """
     numbers: Mapping[str, int] = tokenizer.get_vocab()
     if max(numbers.values()) < size - 1:
         return size - 1
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if type(getattr(backend, "decoder", None)).__name__ == "ByteLevel" and _NO_BYTE in numbers:
-        return numbers[_NO_BYTE]
-    ends = tokenizer("a")["input_ids"][-1:]
-    known = [tokenizer.pad_token_id, *tokenizer.all_special_ids]
-    return next((number for number in known if number not in ends and number < size), size - 1)
+    of_bytes = type(getattr(backend, "decoder", None)).__name__ == "ByteLevel"
+    ends, specials = tokenizer("a")["input_ids"][-1:], tokenizer.special_tokens_map
+    hardly = (specials.get(f"{name}_token") for name in ("bos", "cls", "mask", "pad", "sep", "eos"))
+    named = [_NO_BYTE if of_bytes else None, _NO_FALLBACK_BYTE, *hardly]
+    found = (numbers[name] for name in named if name in numbers)
+    return next((number for number in found if number not in ends and number < size), size - 1)
