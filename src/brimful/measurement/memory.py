@@ -31,6 +31,8 @@ from brimful.measurement.host_memory import HostRecords, peak_resident_bytes, re
 
 #: Steps of a shape that are watched: the eager one when it is first met, and its capture.
 _WATCHED = 2
+#: Forward passes that are watched on a CPU, with what follows them: a look at all tensors takes milliseconds.
+_WATCHED_ON_HOST = 8
 #: Seconds between readings of the driver beside a run: each asks for all processes on the GPU.
 _BETWEEN_LOOKS_S = 1.0
 #: Moment of a peak before the first phase.
@@ -245,6 +247,8 @@ class PhaseMemory:
         """Within, the forward pass of a micro-batch: watched with what follows it, if its shape is new."""
         records = self.records
         self._watching = records is not None and self._met[shape] < _WATCHED
+        if isinstance(records, HostRecords):  # where each shape may be another one
+            self._watching = self._watching and self._met.total() < _WATCHED_ON_HOST
         if records is None or not self._watching:
             yield
             return
@@ -284,9 +288,14 @@ class PhaseMemory:
         """Take account of a part of the backward pass. made: bytes of gradients in it; on a CPU those that are there
         are counted instead, as updates within the pass free some."""
         if isinstance(self.records, HostRecords):
-            self._look("backward pass", self.kept)
+            self._look("backward pass", self._with_gradients)
         else:
             self._look("backward pass", self._before, self._activations, made)
+
+    def _with_gradients(self) -> Kept:
+        """What there was before the pass, with the gradients that there are by now."""
+        now = sum(each.grad.nbytes for each in self._parameters if each.grad is not None)
+        return replace(self._before, gradients=max(self._before.gradients, now))
 
     @contextmanager
     def update(self) -> Iterator[None]:
