@@ -12,12 +12,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from brimful.core.atomic_files import TEMPORARY
+from brimful.core.atomic_files import TEMPORARY, file_errors
 from brimful.core.errors import printable
 
 _POLL_S = 0.05
@@ -55,9 +55,12 @@ def run_plan(plan: Mapping[str, Any], watch: Watch, *, limit_s: float | None, fo
     leaves.
     """
     nvml = Nvml()
-    with tempfile.TemporaryDirectory(prefix=f"{TEMPORARY}process-", dir=folder, ignore_cleanup_errors=True) as own:
-        given, result = Path(own).absolute() / "plan.json", Path(own).absolute() / "result.json"
-        given.write_text(json.dumps(plan), "utf-8")
+    with ExitStack() as stack:
+        with file_errors(folder):
+            made = tempfile.TemporaryDirectory(prefix=f"{TEMPORARY}process-", dir=folder, ignore_cleanup_errors=True)
+            own = stack.enter_context(made)
+            given, result = Path(own).absolute() / "plan.json", Path(own).absolute() / "result.json"
+            given.write_text(json.dumps(plan), "utf-8")
         command = [sys.executable, "-m", "brimful.benchmarking.worker", str(given), str(result)]
         before = peak = nvml.used_bytes()
         began, timed_out = time.monotonic(), False

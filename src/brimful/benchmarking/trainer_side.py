@@ -26,6 +26,7 @@ from brimful.core.records import Arithmetic
 from brimful.hardware.device_memory import device_memory
 from brimful.measurement.memory import Kept, MemoryWatch, PhaseMemory
 from brimful.models.hub.quiet import quiet_transformers
+from brimful.tasks.label_rows import dense, taken
 
 #: Steps whose memory is watched phase by phase: all are warm-up.
 _WATCHED_STEPS = 2
@@ -116,7 +117,7 @@ class _Rows(Dataset[Any]):
     def __init__(self, work: Work, steps: Steps) -> None:
         part, self._random = work.prepared.training, work.random
         self._samples = np.concatenate([work.samples(number) for number in range(steps.total)])
-        self._tokens, self._targets = part.tokens, part.targets_N
+        self._tokens, self._targets = part.tokens, dense(taken(part.targets_N, self._samples))
         self._floating = work.prepared.space.task != "single_label"
 
     def __len__(self) -> int:
@@ -124,7 +125,7 @@ class _Rows(Dataset[Any]):
 
     def __getitem__(self, place: int) -> dict[str, Any]:
         sample = int(self._samples[place])
-        target = self._targets[sample]
+        target = self._targets[place]
         row: dict[str, Any] = {"input_ids": self._tokens.sequence(sample).tolist()}
         if (types := self._tokens.sequence_types(sample)) is not None:
             row["token_type_ids"] = types.tolist()

@@ -63,7 +63,9 @@ class LabelRows:
 
     def __getitem__(self, rows_S: Any) -> Flags:
         if isinstance(rows_S, int | np.integer):
-            return np.asarray(self[[rows_S]][0])
+            flags_C = np.zeros(self.num_labels, np.uint8)
+            flags_C[self.labels_E[self.offsets_N1[rows_S] : self.offsets_N1[rows_S + 1]]] = 1
+            return flags_C
         some = self.take(rows_S)
         dense = np.zeros(some.shape, np.uint8)
         dense[some.owners(), some.labels_E] = 1

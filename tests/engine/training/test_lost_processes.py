@@ -298,8 +298,8 @@ def test_an_evaluation_that_was_due_when_a_signal_came(files: Path, tmp_path: Pa
     def work(place: Place) -> int:
         if place.leads:
 
-            def land(loop: TrainingLoop, pending: Any) -> None:
-                landed(loop, pending)
+            def land(loop: TrainingLoop, *step: Any) -> None:
+                landed(loop, *step)
                 if loop._state.applied == 7:  # the last one of the epoch, the ninth, is under way
                     loop._signals.received = signal.SIGTERM
 

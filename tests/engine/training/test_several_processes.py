@@ -86,7 +86,9 @@ def test_two_learn_what_one_does(files: Path, tmp_path: Path) -> None:
     seen = [each for each in work["each"] if each["sent_s"] is not None]
     assert all(0 <= each["hidden_s"] <= each["sent_s"] for each in seen)
     assert all(each["hidden_s"] is None for each in work["each"] if each not in seen)
-    assert [event["step"] for event in events(tmp_path / "two", "processes")] == [9, 18, 18]
+    at = [event["step"] for event in events(tmp_path / "two", "processes")]  # and as often as lines of time come
+    assert [step for step in at if step in (9, 18)][-3:] == [9, 18, 18]
+    assert at == sorted(at)
     assert "the one with the most tokens of a batch has 1." in both.said(0)
     assert {"processes": "2", "execution": "eager"}.items() <= {each["name"]: each["value"] for each in recipe}.items()
     more = words(files, tmp_path / "two", "--num-train-epochs", "3", "--resume", "--lr-scheduler-type", "linear")

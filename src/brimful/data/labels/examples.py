@@ -216,8 +216,10 @@ def _combinations(targets: LabelRows) -> npt.NDArray[np.int64]:
 
     Combinations that stand once would all stay in training: together they are a group of their own, the last one.
     """
-    rows = pa.array(part.tobytes() for part in np.split(targets.labels_E, targets.offsets_N1[1:-1]))
-    coded = rows.dictionary_encode()
+    if not len(targets):
+        return np.zeros(0, np.int64)
+    parts = np.split(targets.labels_E, targets.offsets_N1[1:-1])
+    coded = pa.array((part.tobytes() for part in parts), pa.large_binary()).dictionary_encode()
     group_N = coded.indices.to_numpy()
     several = np.flatnonzero(np.bincount(group_N, minlength=len(coded.dictionary)) > 1)
     flags = [tuple(-np.frombuffer(coded.dictionary[int(group)].as_py(), np.int32)) for group in several]

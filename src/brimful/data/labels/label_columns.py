@@ -89,7 +89,7 @@ class LabelColumn:
         return np.repeat(np.arange(len(lengths)), lengths)
 
     def bits(self, num_outputs: int | None = None) -> LabelRows | None:
-        """What the lists say where each holds a 0 or 1 for each of C >= 2 labels (num_outputs, if known); else None."""
+        """Labels of lists that each hold a 0 or 1 for each of C >= 2 labels (num_outputs, if known); None of others."""
         lengths, kind = pc.unique(pc.list_value_length(self.values)), self.values.type.value_type
         size = lengths[0].as_py() if len(lengths) == 1 else None
         if size is None or size < 2 or num_outputs not in (None, size) or not _is_numeric(kind):

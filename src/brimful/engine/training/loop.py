@@ -109,6 +109,7 @@ class TrainingLoop:
             self._clock = Clock(self._state.train_s)
             self._steps = StepClock(self._clock, self._built.step.device)
             self._logged = (self._clock.seconds, self._state.samples, self._state.tokens)
+            self._steps_told = self._clock.seconds
             try:
                 return self._run(source)
             except MemoryFullError as error:
@@ -252,7 +253,7 @@ class TrainingLoop:
         """Takes account of one step that the device has done."""
         with self._ranks.pulse.reading():
             outcome, state = pending.read(), self._state
-        self._done_s = self._steps.done(launched)
+            self._done_s = self._steps.done(launched)
         state.consumed += 1
         if not outcome.applied:
             self._skipped(outcome)
@@ -330,13 +331,14 @@ class TrainingLoop:
         self._ranks.pulse.enter("steps")
         self._memory.look_beside()
         self._logged = (now, state.samples, state.tokens)
+        self._steps_told = self._clock.seconds
         self._tell_time(every_s=_TIME_EVERY_S)
         state.window_loss, state.window_batches = 0.0, 0
 
     def _tell_steps(self) -> None:
         """Tell of the steps that are done, where nothing was told for some time."""
         now, state = self._clock.seconds, self._state
-        if now - max(self._logged[0], self._steps_told) < _STEPS_EVERY_S:
+        if now - self._steps_told < _STEPS_EVERY_S:
             return
         self._steps_told = now
         done = state.applied if self._prepared.num_batches is None else state.consumed
