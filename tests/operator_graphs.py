@@ -32,9 +32,9 @@ def _alias(leaf: Any) -> Any:
 class _Calls(TorchDispatchMode):
     """Operators that are called within, and memory of before that they write to, as it was."""
 
-    def __init__(self, refuse_at: int | None) -> None:
+    def __init__(self, refuse_at: int | None, refusal: str) -> None:
         super().__init__()
-        self._refuse_at = refuse_at
+        self._refuse_at, self._refusal = refuse_at, refusal
         self.calls: list[tuple[Any, Any, Any, Any]] = []
         self._made = set[int]()
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
@@ -45,7 +45,7 @@ class _Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if len(self.calls) == self._refuse_at:
-            raise RuntimeError("not permitted")
+            raise RuntimeError(self._refusal)
         given = pytree.tree_map(_alias, (args, kwargs or {}))
         for tensor in self._written(func, *given):
             self._keep(tensor)
@@ -88,12 +88,13 @@ class _Graph:
 
 class OperatorPool:
     """Records as `GraphPool` does, with the same arguments. refuse_at: the number of the call that cannot be recorded,
-    None for none."""
+    None for none. refusal: what is said then; of what may pass, once."""
 
     device = torch.device("cpu")
 
     def __init__(self, *_: Any) -> None:
         self.refuse_at: int | None = None
+        self.refusal = "not permitted"
         self.caches: WeakSet[GraphCache] = WeakSet()
 
     def measured(self, num_tokens: int) -> AbstractContextManager[None]:
@@ -105,7 +106,9 @@ class OperatorPool:
 
     def record(self, compute: Callable[[], Any]) -> tuple[Any, Any]:
         """The recorded computation, and the tensors that a replay writes."""
-        calls = _Calls(self.refuse_at)
+        calls = _Calls(self.refuse_at, self.refusal)
+        if "legacy stream" in self.refusal:
+            self.refuse_at = None
         try:
             with calls:
                 outputs = compute()
