@@ -293,7 +293,7 @@ class PhaseMemory:
             self._look("backward pass", self._before, self._activations, made)
 
     def _with_gradients(self) -> Kept:
-        """What there was before the pass, with the gradients that there are by now."""
+        """Count what there was before the pass, with the gradients that there are by now."""
         now = sum(each.grad.nbytes for each in self._parameters if each.grad is not None)
         return replace(self._before, gradients=max(self._before.gradients, now))
 
