@@ -41,12 +41,18 @@ def test_all_is_as_arrays_have_it(expected: Flags, data: st.DataObject) -> None:
     found = rows_of(expected)
     assert (found.shape, len(found), found.dtype) == (expected.shape, len(expected), np.uint8)
     assert dense(found).tolist() == expected.tolist()
-    some = np.array(data.draw(st.lists(st.integers(0, len(expected) - 1))), np.int64)
+    some = np.array(data.draw(st.lists(st.integers(-len(expected), len(expected) - 1))), np.int64)
     mask = np.array(data.draw(st.lists(st.booleans(), min_size=len(expected), max_size=len(expected))))
     for rows in (some, mask, slice(1, 4), slice(None)):
         assert found[rows].tolist() == expected[rows].tolist()
         assert dense(taken(found, rows)).tolist() == expected[rows].tolist()
-    assert found[len(expected) - 1].tolist() == expected[-1].tolist()
+    for row in (0, len(expected) - 1, -1, -len(expected)):
+        assert found[row].tolist() == expected[row].tolist()
+    for wrong in (len(expected), -len(expected) - 1):
+        with pytest.raises(IndexError):
+            found[wrong]
+        with pytest.raises(IndexError):
+            found.take([0, wrong])
     weights = np.linspace(0.5, 2, len(expected))
     np.testing.assert_allclose(label_counts(found, weights), weights @ expected)
     assert found.counts().tolist() == expected.sum(0).tolist()

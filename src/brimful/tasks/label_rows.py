@@ -63,8 +63,8 @@ class LabelRows:
 
     def __getitem__(self, rows_S: Any) -> Flags:
         if isinstance(rows_S, int | np.integer):
-            flags_C = np.zeros(self.num_labels, np.uint8)
-            flags_C[self.labels_E[self.offsets_N1[rows_S] : self.offsets_N1[rows_S + 1]]] = 1
+            row, flags_C = range(len(self))[rows_S], np.zeros(self.num_labels, np.uint8)
+            flags_C[self.labels_E[self.offsets_N1[row] : self.offsets_N1[row + 1]]] = 1
             return flags_C
         some = self.take(rows_S)
         dense = np.zeros(some.shape, np.uint8)
@@ -72,8 +72,14 @@ class LabelRows:
         return dense
 
     def take(self, rows_S: npt.NDArray[Any] | slice | Sequence[int]) -> LabelRows:
-        """These rows as targets of their own; rows_S: numbers, a slice or a mask."""
-        numbers_S = np.arange(len(self))[rows_S]
+        """These rows as targets of their own; rows_S: numbers, a slice or a mask. Raises: IndexError."""
+        if isinstance(rows_S, slice) or np.asarray(rows_S).dtype == np.bool_:
+            numbers_S = np.arange(len(self))[rows_S]
+        else:  # a batch's few, of as many as there may be
+            numbers_S = np.asarray(rows_S, np.int64)
+            if ((numbers_S < -len(self)) | (numbers_S >= len(self))).any():
+                raise IndexError(f"there are {len(self)} rows")
+            numbers_S = np.where(numbers_S < 0, numbers_S + len(self), numbers_S)
         starts_S = self.offsets_N1[numbers_S]
         counts_S = self.offsets_N1[numbers_S + 1] - starts_S
         offsets = np.concatenate([[0], np.cumsum(counts_S)])
