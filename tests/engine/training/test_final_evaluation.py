@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import brimful as package
+from brimful.core import atomic_files
 from brimful.core.callbacks import Callbacks
 from brimful.core.evaluation import Evaluation
-from brimful.core.records import Run, from_json
+from brimful.core.records import LabelSpace, Run, from_json
+from brimful.data.writers import sorted_rows
+from brimful.engine.scoring import truth_column
 from brimful.engine.training import evaluations
 from brimful.engine.training.evaluations import Evaluations
-from brimful.engine.training.final_evaluation import losses_in
+from brimful.engine.training.final_evaluation import RowScores, losses_in
 from brimful.reports.terminal import Terminal
+from brimful.tasks.answers import AnswerForm
+from brimful.tasks.label_rows import LabelRows
 from pages import Page
-from runs import single_label_rows, write_rows
+from runs import single_label_rows, texts, write_rows
 
 
 class Passes:
@@ -228,3 +238,79 @@ def test_damaged_lines_of_the_log_are_counted_and_left_out(tmp_path: Path) -> No
     log.write_bytes(b"\n".join([*damaged, *(json.dumps(event).encode() for event in whole)]))
     assert losses_in(log, callbacks) == ([(1, 0.5)], [])
     assert "is damaged: 5 of its 7 lines cannot be read" in callbacks.said[0]
+
+
+def answered(folder: Path, num_rows: int, num_labels: int) -> tuple[RowScores, Any, list[int], pa.Table]:
+    """Scores of random logits of rows of several labels, in no order; their rows; bytes that pyarrow has after each
+    window; and all answers at once."""
+    draw = np.random.default_rng(0)
+    names = tuple(f"label {i}" for i in range(num_labels))
+    space = LabelSpace(task="multi_label", names=names, values={name: i for i, name in enumerate(names)})
+    targets = LabelRows.of_blocks([(draw.random((num_rows, num_labels)) < 0.02).astype(np.uint8)], num_labels)
+    numbers = np.arange(num_rows)
+    examples = SimpleNamespace(rows=SimpleNamespace(starts=(0,), files=("a",)), row_numbers=numbers)
+    part: Any = SimpleNamespace(examples=examples, targets_N=targets)
+    logits = draw.standard_normal((num_rows, num_labels)).astype(np.float32)
+    scores = RowScores(SimpleNamespace(space=space, evaluation=part), 0, folder)  # type: ignore[arg-type]
+    held, before = [], pa.total_allocated_bytes()
+    for rows in np.array_split(draw.permutation(num_rows), num_rows // 50):
+        scores.add(rows, logits[rows])
+        held.append(pa.total_allocated_bytes() - before)
+    columns = AnswerForm(space=space).columns(logits)
+    return scores, part, held, pa.table({"row": numbers + 1, "truth": truth_column(space, targets)} | columns)
+
+
+def test_answers_in_memory_do_not_grow_with_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,000 rows that are given 100 labels each: 3.4 MB of names alone, of which a fifth may be held."""
+    monkeypatch.setattr(sorted_rows, "_MOST_HELD", 1 << 18)
+    scores, part, held, expected = answered(tmp_path, 2_000, 200)
+    assert max(held) < 700_000
+    scores.write(tmp_path / "answers.parquet", part)
+    assert pq.read_table(tmp_path / "answers.parquet").equals(expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["answers.parquet"]
+
+
+def train_on_several_labels(model: Path, folder: Path, **options: Any) -> Run:
+    labels = ("low", "middle", "high", "odd")
+    rows = [{"text": text, "label": [labels[i % 3], *labels[3:][: i % 2]]} for i, text in enumerate(texts(60))]
+    folder.mkdir()
+    write_rows(folder / "rows.jsonl", rows)
+    write_rows(folder / "held-out.jsonl", rows[::-2])
+    return train(model, folder, **options)
+
+
+def test_all_is_the_same_where_answers_wait_in_a_file(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the best evaluation and of the last one wait beside each other."""
+    given: dict[str, Any] = {"max_steps": 4, "eval_steps": 2, "num_train_epochs": None, "baselines": False}
+    given |= {"metric_for_best_model": "loss"}
+    train_on_several_labels(model, tmp_path / "held", **given)
+    monkeypatch.setattr(sorted_rows, "_MOST_HELD", 0)
+    train_on_several_labels(model, tmp_path / "spilled", **given)
+    held, spilled = (vars(evaluation(tmp_path / name)) for name in ("held", "spilled"))
+    of_the_folder = ("model", "data", "command", "predictions", "recipe", "machine")
+    assert {n: v for n, v in held.items() if n not in of_the_folder} == {
+        n: v for n, v in spilled.items() if n not in of_the_folder
+    }
+    files = [tmp_path / name / "run" / "predictions.parquet" for name in ("held", "spilled")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert len(pq.read_table(files[0])) == 30
+
+
+def test_a_disk_without_room_for_answers_costs_these_alone(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(*given: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    callbacks, whole = Warned(), atomic_files.write_all
+    monkeypatch.setattr(sorted_rows, "_MOST_HELD", 0)
+    monkeypatch.setattr(sorted_rows, "atomic_files", full := SimpleNamespace(**vars(atomic_files)))
+    full.write_all = is_full
+    run = train(model, tmp_path, callbacks=callbacks, baselines=False)
+    assert (run.status, atomic_files.write_all) == ("finished", whole)
+    assert values(evaluation(tmp_path))["accuracy"] == pytest.approx(run.metrics["accuracy"])
+    assert not (tmp_path / "run" / "predictions.parquet").exists()
+    (said,) = (text for text in callbacks.said if "not saved" in text)
+    assert said.startswith(f"the answers to its rows are not saved: cannot write {tmp_path / 'run'}: No space left")

@@ -36,7 +36,7 @@ class Evaluations:
         run, state, ranks = self._run, self._run.state, self._run.built.step.ranks
         evaluation = run.prepared.evaluation
         assert evaluation is not None
-        scores, reading = RowScores(run.prepared, run.options.seed), run.built.step.update.reading()
+        scores, reading = self._no_scores(), run.built.step.update.reading()
         memory = self._memory.phases.phase("evaluation")
         of_all = run.built.step.update.gathers_weights  # each pass, and the leader's windows are all there are
         with (
@@ -90,7 +90,7 @@ class Evaluations:
         run, evaluation = self._run, self._run.prepared.evaluation
         assert evaluation is not None
         if step not in self._scores:
-            scores = RowScores(run.prepared, run.options.seed)
+            scores = self._no_scores()
             step_of_all, ranks = run.built.step.update.gathers_weights, run.built.step.ranks
             together = ranks.together(Order.EVALUATE) if step_of_all else nullcontext()
             with evaluating(run.built.model), run.built.step.update.reading(), together, run.built.step.with_others():
@@ -100,6 +100,9 @@ class Evaluations:
                     scores.add(rows, run.prepared.task.answers(logits_MC))
             self._scores[step] = scores
         return self._scores[step]
+
+    def _no_scores(self) -> RowScores:
+        return RowScores(self._run.prepared, self._run.options.seed, self._run.folder.path)
 
     def _is_best(self) -> bool:
         options, state = self._run.options, self._run.state

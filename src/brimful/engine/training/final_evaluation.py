@@ -7,12 +7,12 @@ saved weights was made by this process, such as after a resume, one more pass is
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from brimful.core import atomic_files
 from brimful.core.atomic_files import path_text
@@ -21,6 +21,7 @@ from brimful.core.errors import DiskFullError, OutputError
 from brimful.core.evaluation import Evaluation
 from brimful.core.options.train import TrainOptions
 from brimful.core.records import Run, to_json
+from brimful.data.writers.sorted_rows import SortedRows
 from brimful.diagnosis.learning import Losses, chance_loss, course_of, findings_of_learning
 from brimful.diagnosis.rows import RowFacts
 from brimful.engine.prepare import Part, Prepared
@@ -35,22 +36,28 @@ RECORD, PREDICTIONS = "evaluation.json", "predictions.parquet"
 
 
 class RowScores:
-    """Scores and answers of the evaluation rows by the weights of one step, window by window in any order."""
+    """Scores and answers of the evaluation rows by the weights of one step, window by window in any order.
 
-    def __init__(self, prepared: Prepared, seed: int) -> None:
+    folder: holds answers that are too many for memory, in a file without a name.
+    """
+
+    def __init__(self, prepared: Prepared, seed: int, folder: Path) -> None:
         assert prepared.evaluation is not None
         self._scorer = make_scorer(prepared.space, prepared.evaluation.targets_N, seed=seed)
         self._form, self._examples = AnswerForm(space=prepared.space), prepared.evaluation.examples
         self._mistakes = MistakeFinder(prepared.space, prepared.evaluation.targets_N)
-        self._rows: list[npt.NDArray[np.int64]] = []
-        self._answers: list[dict[str, pa.Array]] = []
+        self._answers: SortedRows | None = SortedRows(folder, most_values=prepared.space.num_outputs)
+        self._why_lost = ""
 
     def add(self, rows_M: npt.NDArray[np.int64], logits_MC: npt.NDArray[np.float32]) -> None:
-        """Take a window."""
+        """Take a window. A folder that cannot be written costs the answers: `write` raises why."""
         self._scorer.add(rows_M, logits_MC)
         self._mistakes.add(rows_M, logits_MC)
-        self._rows.append(rows_M)
-        self._answers.append(self._form.columns(logits_MC))
+        if self._answers is not None:
+            try:
+                self._answers.add(rows_M, self._form.columns(logits_MC))
+            except (OutputError, DiskFullError) as error:
+                self._answers, self._why_lost = None, str(error)
 
     def record(self, **fields: Any) -> Evaluation:
         """The record. fields: as of `evaluation_of`."""
@@ -59,15 +66,14 @@ class RowScores:
         return evaluation_of(self._scorer.result(), mistakes=mistakes, **fields)
 
     def write(self, path: Path, part: Part) -> None:
-        """Write each row's answer, in the order of the rows."""
-        rows = np.concatenate(self._rows)
-        order = np.argsort(rows, kind="stable")
-        tables = [pa.table(answers) for answers in self._answers]
-        answers = pa.concat_tables(tables).take(pa.array(order))
+        """Write each row's answer, in the order of the rows. Raises: DiskFullError or OutputError."""
+        if self._answers is None:
+            raise OutputError(self._why_lost)
         file = PredictionFile(path, part.examples.rows)
-        truth = truth_column(self._form.space, taken(part.targets_N, rows[order]))
         try:
-            file.write(part.examples.row_numbers[rows[order]], truth, {n: answers[n] for n in answers.column_names})
+            for rows, answers in self._answers.blocks():
+                truth = truth_column(self._form.space, taken(part.targets_N, rows))
+                file.write(part.examples.row_numbers[rows], truth, {n: answers[n] for n in answers.column_names})
             file.finish()
         finally:
             file.discard()
@@ -79,7 +85,7 @@ def final_evaluation(
 ) -> Evaluation:  # fmt: skip
     """Make the record of the run's evaluation, write it into the run's folder with each row's answer, and return it.
 
-    A folder that cannot be written costs these two files, not the run.
+    A folder that cannot be written costs these two files, not the run; one that could not be for a time, the answers.
     """
     evaluation = prepared.evaluation
     assert evaluation is not None
@@ -101,11 +107,15 @@ def final_evaluation(
         recipe=run.recipe,
         machine=run.machine,
     )
-    try:
-        scores.write(folder / PREDICTIONS, evaluation)
-        atomic_files.write_bytes(folder / RECORD, to_json(record).encode())
-    except (OutputError, DiskFullError) as error:
-        callbacks.warning(f"the evaluation is not saved: {error}")
+    files: dict[str, Callable[[], None]] = {
+        "the evaluation is": lambda: atomic_files.write_bytes(folder / RECORD, to_json(record).encode()),
+        "the answers to its rows are": lambda: scores.write(folder / PREDICTIONS, evaluation),
+    }
+    for what, write in files.items():
+        try:
+            write()
+        except (OutputError, DiskFullError) as error:
+            callbacks.warning(f"{what} not saved: {error}")
     return record
 
 
