@@ -42,9 +42,11 @@ class Replayed(Graph[Any]):
 
 
 class Pool:
-    """Records nothing at first. refusals: what captures of this process fail with, by their number."""
+    """Records nothing at first. refusals: what captures of this process fail with, by their number; those that are
+    `midway` fail in their forward pass."""
 
     refusals: dict[int, Exception] = {}
+    midway = False
     num_recorded, is_full = 0, False
 
     def __init__(self, device: torch.device, most_tokens: int) -> None:
@@ -57,7 +59,11 @@ class Pool:
     def record(self, compute: Callable[[], Any]) -> tuple[Any, Any]:
         number, Pool.num_recorded = Pool.num_recorded, Pool.num_recorded + 1
         if number in self.refusals:
-            raise self.refusals[number]
+            if not self.midway:
+                raise self.refusals[number]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(CapturedStep, "loss_rows_S", _raiser(self.refusals[number]))
+                compute()
         return Later(compute), None
 
     def renew(self) -> None:
@@ -68,6 +74,13 @@ class Pool:
 
     def lacks_room(self, num_tokens: int) -> bool:
         return Pool.is_full
+
+
+def _raiser(error: Exception) -> Callable[..., None]:
+    def fail(*_: Any) -> None:
+        raise error
+
+    return fail
 
 
 def run(ranks: Any, case: Case, refusals: dict[int, Exception], *, refused: bool = False) -> dict[str, Any]:
@@ -96,7 +109,9 @@ def work(place: Place) -> list[Any]:
             run(ranks, SINGLE, {1: CaptureMemoryError("no room")} if here else {})
         except CaptureMemoryError as error:
             found.append(str(error))
-        return [*found, run(ranks, SINGLE, {}, refused=place.rank == 0)]
+        found.append(run(ranks, SINGLE, {}, refused=place.rank == 0))
+        Pool.midway = True
+        return [*found, run(ranks, SEVERAL, {2: RuntimeError("not permitted")} if here else {})]
 
 
 def work_in_parts(place: Place) -> list[Any]:
@@ -127,14 +142,15 @@ def test_weights_in_parts_are_captured_where_a_batch_is_one_micro_batch(tmp_path
 
 def test_graphs_are_those_of_all_or_of_none(tmp_path: Path) -> None:
     both = Forked(tmp_path, 2, work).results()
-    for single, several, captured, in_pieces, refused, full, before in both:
-        for eager, other in ((single, captured), (several, in_pieces), (several, refused), (single, before)):
+    for single, several, captured, in_pieces, refused, full, before, midway in both:
+        others = ((single, captured), (several, in_pieces), (several, refused), (single, before), (several, midway))
+        for eager, other in others:
             assert torch.equal(torch.from_numpy(eager["weights"]), torch.from_numpy(other["weights"]))
             assert eager["told"] == other["told"]
         assert captured["recorded"] > 1
         assert in_pieces["recorded"] > captured["recorded"]
         assert captured["notes"] == in_pieces["notes"] == []
-        assert len(refused["notes"]) == 1
+        assert len(refused["notes"]) == len(midway["notes"]) == 1
         assert full == "no room" or (full.startswith("process 1 of 2") and full.endswith("out of memory"))
     assert "refused in another process" in both[0][4]["notes"][0]
     assert "not permitted" in both[1][4]["notes"][0]

@@ -290,9 +290,15 @@ class CapturedStep(Step):
 
     def _last(self, micro: MicroBatch, static: Tensor) -> Tensor:
         """The last micro-batch of a batch, whose backward pass sends gradients to other processes, if there are any."""
-        if self.is_shared and self.update.reduction is not None:
-            self.update.reduction.arm()
-        rows_S = self.backward(micro.over(static))
+        sums = self.update.reduction if self.is_shared else None
+        if sums is not None:
+            sums.arm()
+        try:
+            rows_S = self.backward(micro.over(static))
+        except BaseException:  # other processes may have come to the end of theirs, and none has sent anything
+            if sums is not None:
+                sums.disarm()
+            raise
         self.reduce()
         return rows_S
 

@@ -127,6 +127,10 @@ class Overlap:
             self._begin_next()
         self._next = 0
 
+    def disarm(self) -> None:
+        """Leave out what did not begin in a backward pass that failed: none of it is begun in another one."""
+        self._armed, self._next = False, 0
+
     def _complete(self, index: int) -> None:
         number = self._bucket_of[index]
         if number < self._next:

@@ -86,6 +86,10 @@ class Reduction:
         """Begin sums within the next backward pass."""
         self._overlap.arm()
 
+    def disarm(self) -> None:
+        """Begin no sums within the next backward pass: the one that they were to begin in has failed."""
+        self._overlap.disarm()
+
     def finish(self) -> None:
         """Begin the sums that were not begun, and have all of them before what is launched from now on."""
         self._overlap.finish()
