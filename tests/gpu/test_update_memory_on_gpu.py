@@ -13,8 +13,8 @@ from brimful.levers.optimizer import Optimizer
 from brimful.step.graphs.captured_step import CapturedStep
 from brimful.step.step import Step, make_schedule
 from brimful.step.updates.bucketed_adamw import Savings
-from gpu.test_captured_on_gpu import STEPS, make_step, outcomes, source
-from step.updates import test_rounded_kernels
+from gpu.test_captured_on_gpu import GPU, STEPS, losses, make_step, outcomes, source
+from step.updates import test_bitsandbytes_adamw, test_rounded_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -90,3 +90,32 @@ def test_less_memory_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del step
     assert peaks[3] < 0.7 * peaks[2]
+
+
+def test_steps_in_8_bits_are_those_of_bitsandbytes() -> None:
+    """But where the last bit decides which share is nearest, as theirs divides otherwise."""
+    of = test_bitsandbytes_adamw
+    mine, other = of.model().to(GPU), of.model().to(GPU)
+    ours, theirs = of.ours_of(mine), of.of_bitsandbytes(other)
+    for number in range(8):
+        for each, optimizer in ((mine, ours), (other, theirs)):
+            of.fill(each, number, decades=1)
+            optimizer.step()
+    off = (of.weights(mine) - of.weights(other)).abs()
+    assert float((off > of.RATE / 100).float().mean()) < 0.02
+    for one, two in zip(mine.parameters(), other.parameters(), strict=True):
+        same = ours.state[one]["state1"] == theirs.state[two]["state1"]
+        assert one.numel() < of.LEAST or float(same.float().mean()) > 0.9
+
+
+def test_a_run_in_8_bits_is_that_of_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Theirs decides on the host, and is told each step's learning rate."""
+    pytest.importorskip("bitsandbytes")
+    options: dict[str, Any] = {"dropout": 0.0, "our_update": False, "optim": "adamw_bnb_8bit", "precision": "fp32"}
+    ours = make_step(CapturedStep, **options)
+    monkeypatch.setattr("brimful.step.updates.rounded_kernels.can_launch", lambda device, betas: False)
+    theirs = make_step(Step, **options)
+    assert (ours.update.on_device, theirs.update.on_device) == (True, False)
+    expected, found = (losses(each, source(8192, typical_length=60)) for each in (theirs, ours))
+    assert found[:20] == pytest.approx(expected[:20], rel=5e-3)
+    assert ours.num_graphs

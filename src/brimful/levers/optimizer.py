@@ -26,11 +26,11 @@ from brimful.levers.data_parallel import DataParallel
 from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.levers.optimizer_names import (
-    ON_DEVICE,
     OPTIMIZERS,
     WITH_32_BITS,
     NamedOptimizer,
     check_installed,
+    decides_on_device,
     make_optimizers,
 )
 from brimful.levers.packing import Packing
@@ -150,7 +150,10 @@ class Optimizer(Lever):
             if asked.named.package == "schedulefree":
                 reason += f"; learning rate {assembly.options.lr_scheduler_type}, and weights are averaged"  # type: ignore[union-attr]
             reason += "; not paged on a CPU" if "paged" in asked.value and assembly.device.type == "cpu" else ""
-            reason += "" if asked.value in ON_DEVICE else "; the host waits for each step's gradient"
+            if not decides_on_device(asked.value, assembly.device, (asked.beta1, asked.beta2)):
+                reason += "; the host waits for each step's gradient"
+            elif asked.named.package == "bitsandbytes":
+                reason += "; states of bitsandbytes, updated by our kernel"
         cut, together = _cut(assembly), assembly.find(DataParallel)
         if cut != "none":
             where = " in host memory" if asked.savings is not None else ""
@@ -340,7 +343,7 @@ class Optimizer(Lever):
             )
 
         packaged = self.named is not None and self.named.package in ("torchao", "bitsandbytes")
-        own_states = packaged and self.value not in ON_DEVICE
+        own_states = packaged and not decides_on_device(self.value, precision.device, (self.beta1, self.beta2))
         return TorchUpdate(
             model, make, schedule, max_grad_norm=max_grad_norm, scaled=precision.scaled, own_states=own_states
         )

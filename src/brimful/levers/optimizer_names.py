@@ -88,7 +88,16 @@ OPTIMIZERS: Mapping[str, NamedOptimizer] = {
 
 
 #: Those that have a form whose steps decide on the device whether to be skipped.
-ON_DEVICE = ("adafactor", "lion_32bit")
+_ON_DEVICE = ("adafactor", "lion_32bit")
+#: Those that have one on GPUs.
+_ON_GPUS = ("adamw_8bit", "adamw_bnb_8bit")
+
+
+def decides_on_device(name: str, device: torch.device, betas: tuple[float, float]) -> bool:
+    """Return whether steps of an optimizer decide on the device whether to be skipped: then no host waits for them."""
+    from brimful.step.updates.rounded_kernels import can_launch
+
+    return name in _ON_DEVICE or (name in _ON_GPUS and can_launch(device, betas))
 
 
 def check_installed(name: str) -> None:
@@ -112,7 +121,9 @@ def make_optimizers(
     from brimful.step.updates.torchao_states import is_of_torchao, read_rate_from
 
     kinds = {id(p) for p in embeddings} if name in WITH_32_BITS else set()
-    rate, learning_rate = learning_rate, learning_rate if name in ON_DEVICE else None  # all of its parts, or none
+    rate, betas = learning_rate, (hyperparameters["adam_beta1"], hyperparameters["adam_beta2"])
+    if rate is None or not decides_on_device(name, rate.device, betas):
+        learning_rate = None  # of all parts, or none
     parts = [(name, False), (WITH_32_BITS.get(name, name), True)]
     found = []
     for part, of_embeddings in parts:
@@ -160,6 +171,8 @@ def _make(
 
     if name == "lion_32bit" and learning_rate is not None:  # transformers knows bitsandbytes' own alone
         return _lion(groups, hyperparameters, learning_rate)
+    if name == "adamw_torch" and learning_rate is not None:
+        name = "adamw_torch_fused"  # the same arithmetic
     arguments = SimpleNamespace(optim=OptimizerNames(name), optim_target_modules=None, **hyperparameters)
     try:
         kind, settings = Trainer.get_optimizer_cls_and_kwargs(cast(Any, arguments))
@@ -194,9 +207,21 @@ def _on_device(
 
     torch's fused SGD is none of them with momentum: its first step leaves that unset where it is skipped.
     """
+    import torch
+
     from brimful.step.updates import adafactor
 
     rest = {key: value for key, value in settings.items() if key != "lr"}
     if name == "adafactor" and rest == adafactor.SETTINGS:
         return adafactor.Adafactor(groups, learning_rate)
+    if name == "adamw_torch_fused":
+        capturable = learning_rate.is_cuda
+        return torch.optim.AdamW(groups, lr=learning_rate, capturable=capturable, **rest)
+    if name in _ON_GPUS and rest.keys() <= {"betas", "eps", "optim_bits", "is_paged"}:
+        from bitsandbytes.functional import create_dynamic_map
+
+        from brimful.step.updates.bitsandbytes_adamw import BitsandbytesAdamW
+
+        shares = (create_dynamic_map(signed=True), create_dynamic_map(signed=False))
+        return BitsandbytesAdamW(groups, learning_rate, betas=rest["betas"], eps=rest["eps"], shares=shares)
     return None

@@ -68,7 +68,10 @@ class ParameterState:
         """Put it in the place of what an optimizer's own step has made."""
         places = dict(_plain(state))
         for key, value in self.tensors.items():
-            places[key].copy_(value)
+            if key in places:
+                places[key].copy_(value)
+            else:  # a count that the optimizer has on the host, and another form of it on the device
+                state[key] = type(state[key])(value.item())
         state.update(self.values)
 
 

@@ -64,7 +64,7 @@ def _unpacked(CODES, SCALES, SHARES, offsets, mask, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _pack(x, CODES, SCALES, MIDDLES, offsets, mask, numel, SIGNED: tl.constexpr, SIZE: tl.constexpr,
+def _pack(x, CODES, SCALES, MIDDLES, offsets, mask, numel, KEEPS: tl.constexpr, SIZE: tl.constexpr,
           BLOCK: tl.constexpr):  # fmt: skip
     blocks = tl.reshape(tl.where(mask, x, 0.0), [SIZE // BLOCK, BLOCK])
     scales = tl.max(tl.abs(blocks), 1)
@@ -75,20 +75,21 @@ def _pack(x, CODES, SCALES, MIDDLES, offsets, mask, numel, SIGNED: tl.constexpr,
     for bit in tl.static_range(8):
         higher = codes + (128 >> bit)
         codes = tl.where(shares > tl.load(MIDDLES + higher - 1), higher, codes)
-    if not SIGNED:
+    if KEEPS:  # what is above 0
         codes = tl.where((codes == 0) & (shares > 0.0), 1, codes)
     tl.store(CODES + offsets, codes.to(tl.uint8), mask=mask)
 
 
 @triton.jit(do_not_specialize=["STEP", "number"])
-def rounded_adamw(WEIGHT, GRADIENT, FIRST, SECOND, SCALES, SHARES, MIDDLES, STEP, RATE, SKIPPED, SCALE, APPLIED,
-                  numel, num_blocks, number, decay, rest1, rest2, epsilon, LOG_BETA1: tl.constexpr,
-                  LOG_BETA2: tl.constexpr, HAS_GRADIENT: tl.constexpr, EIGHT_BITS: tl.constexpr, SIZE: tl.constexpr,
-                  BLOCK: tl.constexpr):  # fmt: skip
+def rounded_adamw(WEIGHT, GRADIENT, FIRST, SECOND, SCALES1, SCALES2, SHARES, MIDDLES, STEP, RATE, SKIPPED, SCALE,
+                  APPLIED, numel, number, decay, rest1, rest2, epsilon, LOG_BETA1: tl.constexpr,
+                  LOG_BETA2: tl.constexpr, HAS_GRADIENT: tl.constexpr, EIGHT_BITS: tl.constexpr,
+                  KEEPS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """One block of a parameter. STEP: updates so far, this one counted. SCALE: that gradients are divided by.
 
-    number: of the parameter, by which noise is drawn. SCALES: (2, num_blocks) of moments in 8 bits, as SHARES and
-    MIDDLES (2, 256) and (2, 255); signed ones first. rest1, rest2: 1 - beta.
+    number: of the parameter, by which noise is drawn. SCALES1, SCALES2: of the blocks of moments in 8 bits. SHARES,
+    MIDDLES: (2, 256) and (2, 255) of these; signed ones first. KEEPS: whether no second moment above 0 becomes 0.
+    rest1, rest2: 1 - beta.
     """
     if tl.load(SKIPPED) != 0.0:
         return
@@ -99,8 +100,8 @@ def rounded_adamw(WEIGHT, GRADIENT, FIRST, SECOND, SCALES, SHARES, MIDDLES, STEP
     if HAS_GRADIENT:
         g = tl.load(GRADIENT + offsets, mask=mask, other=0.0).to(tl.float32) / tl.load(SCALE)
     if EIGHT_BITS:
-        m = _unpacked(FIRST, SCALES, SHARES, offsets, mask, BLOCK)
-        v = _unpacked(SECOND, SCALES + num_blocks, SHARES + 256, offsets, mask, BLOCK)
+        m = _unpacked(FIRST, SCALES1, SHARES, offsets, mask, BLOCK)
+        v = _unpacked(SECOND, SCALES2, SHARES + 256, offsets, mask, BLOCK)
     else:
         m = tl.load(FIRST + offsets, mask=mask, other=0.0).to(tl.float32)
         v = tl.load(SECOND + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -116,8 +117,8 @@ def rounded_adamw(WEIGHT, GRADIENT, FIRST, SECOND, SCALES, SHARES, MIDDLES, STEP
         p = _by_chance(p, offsets, _seed(APPLIED, number, 2))
     tl.store(WEIGHT + offsets, p.to(WEIGHT.dtype.element_ty), mask=mask)
     if EIGHT_BITS:
-        _pack(m, FIRST, SCALES, MIDDLES, offsets, mask, numel, True, SIZE, BLOCK)
-        _pack(v, SECOND, SCALES + num_blocks, MIDDLES + 255, offsets, mask, numel, False, SIZE, BLOCK)
+        _pack(m, FIRST, SCALES1, MIDDLES, offsets, mask, numel, False, SIZE, BLOCK)
+        _pack(v, SECOND, SCALES2, MIDDLES + 255, offsets, mask, numel, KEEPS, SIZE, BLOCK)
     else:
         if FIRST.dtype.element_ty == tl.bfloat16:
             m = _by_chance(m, offsets, _seed(APPLIED, number, 1))

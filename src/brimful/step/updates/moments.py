@@ -28,11 +28,11 @@ _DECADES = 7
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Both moments of one parameter where they are kept, flat. scales: (2, blocks) fp32, of those in 8 bits."""
+    """Both moments of one parameter where they are kept. scales: (blocks) fp32 of each, where they are in 8 bits."""
 
     first: Tensor
     second: Tensor
-    scales: Tensor | None
+    scales: tuple[Tensor, Tensor] | None
 
     @property
     def by_chance(self) -> bool:
@@ -43,13 +43,13 @@ class Moments:
         """Both in fp32: as they are kept, or copies."""
         if self.scales is None:
             return self.first.float(), self.second.float()
-        one, two = self.scales.unbind()
+        one, two = self.scales
         return unpacked(self.first, one, signed=True), unpacked(self.second, two, signed=False)
 
     def write(self, first: Tensor, second: Tensor, seeds: tuple[Tensor, Tensor] | None = None) -> None:
         """Keep both, from fp32. seeds: of what is rounded by chance, where that is."""
         if self.scales is not None:
-            one, two = self.scales.unbind()
+            one, two = self.scales
             packed(first, self.first, one, signed=True)
             packed(second, self.second, two, signed=False)
         elif self.by_chance:
@@ -69,7 +69,7 @@ class Moments:
 
     def on_host(self) -> Moments:
         """Copies in host memory."""
-        scales = None if self.scales is None else self.scales.cpu()
+        scales = None if self.scales is None else (self.scales[0].cpu(), self.scales[1].cpu())
         return Moments(self.first.cpu(), self.second.cpu(), scales)
 
 
@@ -88,7 +88,8 @@ def moments_in(memory: Tensor, start: int, dtype: torch.dtype, numel: int) -> Mo
     if dtype != torch.uint8:
         return Moments(first, second, None)
     blocks = _blocks(numel)
-    return Moments(first, second, parts[2].view(torch.float32)[: 2 * blocks].view(2, blocks))
+    one, two = parts[2].view(torch.float32)[: 2 * blocks].view(2, blocks).unbind()
+    return Moments(first, second, (one, two))
 
 
 def packed(x: Tensor, into: Tensor, scales: Tensor, *, signed: bool) -> None:
@@ -119,10 +120,14 @@ def shares_of(signed: bool, device: torch.device) -> Tensor:
 @cache
 def middles(signed: bool, device: torch.device) -> Tensor:
     """(255,) fp32: between two shares each; a number has the code that as many of them are below it."""
-    shares = shares_of(signed, torch.device("cpu")).double()
-    found = ((shares[1:] + shares[:-1]) / 2).float()
+    found = between(shares_of(signed, torch.device("cpu")))
     found[-1] = float("inf")
     return found.to(device)
+
+
+def between(shares: Tensor) -> Tensor:
+    """(255,) fp32: the middles between each two of (256,) shares in order."""
+    return ((shares[1:].double() + shares[:-1].double()) / 2).float()
 
 
 def _positive(fineness: int) -> Iterator[float]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from brimful.kernels.tiles import num_tiles
 from brimful.step.updates.buckets import norms_of
-from brimful.step.updates.moments import BLOCK, Moments, middles, shares_of
+from brimful.step.updates.moments import BLOCK, Moments, between, middles, shares_of
 
 try:
     import triton
@@ -29,17 +29,21 @@ class RoundedKernels:
     """AdamW of single parameters, by numbers that are on the device: () each.
 
     rate: learning rate. skipped: not 0 where nothing is to be updated. applied: steps so far, which noise is drawn by.
+    shares: (256,) each, that 8 bits of first and of second moments stand for, in order, and the nearest one is taken,
+    be it 0; None as `moments` has them.
     """
 
     def __init__(
         self, device: torch.device, betas: tuple[float, float], epsilon: float, rate: Tensor, skipped: Tensor,
-        applied: Tensor,
+        applied: Tensor, *, shares: Sequence[Tensor] | None = None,
     ) -> None:  # fmt: skip
         self._betas, self._epsilon = betas, epsilon
         self._rate, self._skipped, self._applied = rate, skipped, applied
         # Made here: memory of a capture is written to at every replay.
-        self._shares = torch.cat([shares_of(signed, device) for signed in (True, False)])
-        self._middles = torch.cat([middles(signed, device) for signed in (True, False)])
+        self._keeps = shares is None
+        given = [shares_of(signed, device) for signed in (True, False)] if shares is None else shares
+        cuts = [middles(signed, device) for signed in (True, False)] if self._keeps else list(map(between, given))
+        self._shares, self._middles = torch.cat(list(given)).to(device), torch.cat(cuts).to(device)
 
     def update(
         self, number: int, weight: Tensor, gradient: Tensor | None, moments: Moments, step: Tensor, scale: Tensor,
@@ -49,14 +53,14 @@ class RoundedKernels:
         numel = weight.numel()
         given = None if gradient is None else gradient.contiguous()
         eight_bits = moments.scales is not None
-        unused = self._shares
+        scales = moments.scales or (self._shares, self._shares)  # not looked at
         kernels.rounded_adamw[(num_tiles(numel, kernels.SIZE),)](
             weight, weight if given is None else given, moments.first, moments.second,
-            moments.scales if eight_bits else unused, self._shares, self._middles, step, self._rate, self._skipped,
-            scale, self._applied, numel, -(-numel // BLOCK), number, decay, *(1 - beta for beta in self._betas),
+            *scales, self._shares, self._middles, step, self._rate, self._skipped,
+            scale, self._applied, numel, number, decay, *(1 - beta for beta in self._betas),
             self._epsilon,
             LOG_BETA1=math.log(self._betas[0]), LOG_BETA2=math.log(self._betas[1]),
-            HAS_GRADIENT=given is not None, EIGHT_BITS=eight_bits, SIZE=kernels.SIZE, BLOCK=BLOCK,
+            HAS_GRADIENT=given is not None, EIGHT_BITS=eight_bits, KEEPS=self._keeps, SIZE=kernels.SIZE, BLOCK=BLOCK,
         )  # fmt: skip
 
     def take(self, gradients: Sequence[Tensor], scale: Tensor, squares: Tensor, counts: Tensor | None) -> None:
