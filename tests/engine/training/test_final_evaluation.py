@@ -240,6 +240,15 @@ def test_damaged_lines_of_the_log_are_counted_and_left_out(tmp_path: Path) -> No
     assert "is damaged: 5 of its 7 lines cannot be read" in callbacks.said[0]
 
 
+def test_lines_of_the_first_and_the_last_step_alone_are_no_losses_of_a_course(tmp_path: Path) -> None:
+    """Beside means of ten steps they are of one or two, and far off."""
+    log = tmp_path / "events.jsonl"
+    for steps, whole in (([1, 10, 20, 30, 32], [10, 20, 30]), ([1, 2, 3], [1, 2, 3]), ([1, 7], [7]), ([], [])):
+        lines = [{"kind": "step", "step": step, "loss": 0.5} for step in steps]
+        log.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+        assert losses_in(log, Warned()) == ([(step, 0.5) for step in whole], [])
+
+
 def answered(folder: Path, num_rows: int, num_labels: int) -> tuple[RowScores, Any, list[int], pa.Table]:
     """Scores of random logits of rows of several labels, in no order; their rows; bytes that pyarrow has after each
     window; and all answers at once."""

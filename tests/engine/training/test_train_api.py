@@ -178,7 +178,23 @@ def test_a_listener_hears_the_run(model: Path, rows: Path, tmp_path: Path) -> No
 
     heard = Heard()
     brimful.train(rows, model=model, output=tmp_path / "run", callbacks=heard, **SIZES | {"logging_steps": 4})
-    assert (heard.steps, heard.evaluated_after) == ([4, 8], [7, 10])
+    assert (heard.steps, heard.evaluated_after) == ([1, 4, 8, 10], [7, 10])
+
+
+@pytest.mark.parametrize("ends", [{"max_steps": 5}, {"max_steps": None, "num_train_epochs": 1.0}])
+def test_a_short_run_has_its_first_and_its_last_step_in_the_log(
+    ends: dict[str, Any], model: Path, rows: Path, tmp_path: Path
+) -> None:
+    """Each with loss and rates of its own steps; gone on with, the run has no line twice."""
+    brimful.train(rows, model=model, output=tmp_path / "each", **SIZES | ends)
+    asked = SIZES | ends | {"logging_steps": 10, "save_steps": 2}
+    run = brimful.train(rows, model=model, output=tmp_path / "run", **asked)
+    each = [line["loss"] for line in events(tmp_path / "each", "step")]
+    lines = events(tmp_path / "run", "step")
+    assert [line["step"] for line in lines] == [1, run.steps]
+    assert [line["loss"] for line in lines] == [each[0], pytest.approx(sum(each[1:]) / (run.steps - 1))]
+    brimful.train(rows, model=model, output=tmp_path / "run", resume=True, **asked)
+    assert events(tmp_path / "run", "step") == lines
 
 
 def test_steps_are_told_of_between_logged_lines(
@@ -202,7 +218,7 @@ def test_steps_are_told_of_between_logged_lines(
     assert found[0] == []
     assert [steps.done for steps in found[1]] == [*range(1, 11)]
     assert found[1][0].loss is None
-    assert found[1][-1].loss == pytest.approx(math.log(3), abs=0.5)
+    assert found[1][-2].loss == pytest.approx(math.log(3), abs=0.5)
     assert found[1][-1].left_s == 0
     assert all(steps.num_steps == 10 and steps.steps_per_s > 0 for steps in found[1])
 

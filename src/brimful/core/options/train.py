@@ -184,7 +184,7 @@ class TrainOptions:
     save_total_limit: int = 2
     """Complete checkpoints to keep, besides the best one."""
     logging_steps: int = 10
-    """Applied steps between logged lines."""
+    """Applied steps between logged lines; the first and the last step have one, too."""
     metric_for_best_model: str | None = None
     """Metric that picks the saved model and ends training early, e.g. f1_macro or loss. Default: the last model."""
     early_stopping_patience: int | None = None

@@ -6,6 +6,7 @@ saved weights was made by this process, such as after a resume, one more pass is
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -168,5 +169,12 @@ def losses_in(events: Path, callbacks: Callbacks) -> tuple[Losses, Losses]:
     if num_damaged:
         said = f"{num_damaged:,} of its {len(lines):,} lines cannot be read, and are left out of what is said of losses"
         callbacks.warning(f"{path_text(events)} is damaged: {said}")
-    finite = [[each for each in losses if np.isfinite(each[1])] for losses in (training, evaluated)]
+    finite = [[each for each in losses if np.isfinite(each[1])] for losses in (_of_whole_lines(training), evaluated)]
     return finite[0], finite[1]
+
+
+def _of_whole_lines(training: Losses) -> Losses:
+    """Losses without those of the first and the last step where their lines are of fewer steps than the others."""
+    steps = [0, *(step for step, _ in training)]
+    counts = [step - before for before, step in itertools.pairwise(steps)]
+    return [each for each, count in zip(training, counts, strict=True) if count >= max(counts) - 1]

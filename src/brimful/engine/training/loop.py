@@ -264,7 +264,7 @@ class TrainingLoop:
         state.tokens += outcome.num_tokens
         state.window_loss += outcome.loss
         state.window_batches += 1
-        if state.applied % self._options.logging_steps == 0:
+        if state.applied == 1 or state.applied % self._options.logging_steps == 0 or self._ended():
             self._tell(outcome)
 
     def _tell_of_others(self) -> None:
