@@ -29,7 +29,7 @@ from brimful.core.records import (
     to_json,
 )
 from brimful.engine.scoring import evaluation_of
-from brimful.reports.run_page import run_page
+from brimful.reports.run_page import _tiles, run_page
 from brimful.reports.run_record import RunReport, read_record
 from brimful.tasks.scoring.choose import make_scorer
 from pages import Page
@@ -199,6 +199,26 @@ def test_rates_are_those_of_the_log(tmp_path: Path) -> None:
     (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
     rates = [step.samples_per_s for step in run_of(folder).steps]
     assert rates == [line["samples_per_s"] for line in logged]
+
+
+def test_rows_per_second_of_a_run_that_did_not_end_are_those_of_its_whole_log(tmp_path: Path) -> None:
+    """Not of its last line: 20 steps of 16 rows took 11 s. Those of steps without a line do not count."""
+    run = replace(record(5)[0], status="running", samples_per_s=None)
+    folder = write_run(tmp_path / "run", run, None, num_events=0)
+    lines = [
+        {"kind": "step", "step": 1, "samples_per_s": 16.0},
+        {"kind": "step", "step": 10, "samples_per_s": 144.0},
+        {"kind": "resumed", "step": 15},
+        {"kind": "step", "step": 20, "samples_per_s": 80.0},
+        {"kind": "step", "step": 25, "samples_per_s": 10.0},
+    ]
+    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    report = run_of(folder)
+    assert [each.num_steps for each in report.steps] == [1, 9, 5, 5]
+    assert report.samples_per_s == pytest.approx(20 * 16 / 11)
+    assert ("Rows per second", "29.1", "900 tokens/s") in _tiles(report)
+    assert brimful.compare(folder, folder).compared[0].samples_per_s == report.samples_per_s
+    assert run_of(write_run(tmp_path / "ended", record(5)[0], None)).samples_per_s == 20.0  # as its record says
 
 
 def test_texts_of_mistakes_are_lines_and_failures_of_trackers_are_named(tmp_path: Path) -> None:

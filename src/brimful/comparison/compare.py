@@ -112,9 +112,6 @@ def _run(report: RunReport, folder: Path, name: str) -> _Side:
     main = MAIN_METRIC[run.labels.task]
     last = report.evaluations[-1].metrics if report.evaluations else {}
     metrics = found.metrics if found is not None else {name: Metric(value=value) for name, value in last.items()}
-    rate = run.samples_per_s
-    if rate is None and report.steps:
-        rate = report.steps[-1].samples_per_s
     compared = Compared(
         name=name,
         folder=str(folder),
@@ -126,7 +123,7 @@ def _run(report: RunReport, folder: Path, name: str) -> _Side:
         steps=run.steps if run.status == "finished" else report.last_step,
         train_s=run.train_s,
         wall_s=None if "resumed" in report.incidents else sum(run.phases_s.values()) or None,
-        samples_per_s=rate,
+        samples_per_s=report.samples_per_s,
         tokens_per_s=run.tokens_per_s,
         peak_bytes=run.peak_bytes.total,
         memory=run.peak_bytes.components,

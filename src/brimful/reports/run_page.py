@@ -129,8 +129,7 @@ def _tiles(report: RunReport) -> list[tuple[str, str | None, str | None]]:
     if not tiles and report.evaluations and (value := report.evaluations[-1].metrics.get(main)) is not None:
         name = METRIC_NAMES[main]
         tiles.append((name[:1].upper() + name[1:], number_text(value), f"after step {report.evaluations[-1].step:,}"))
-    last = report.steps[-1] if report.steps else None
-    rate = run.samples_per_s if run.samples_per_s is not None or last is None else last.samples_per_s
+    rate = report.samples_per_s
     tokens = None if run.tokens_per_s is None else f"{count_text(run.tokens_per_s)} tokens/s"
     tiles.append(("Rows per second", None if rate is None else rate_text(rate), tokens))
     peak = run.peak_bytes

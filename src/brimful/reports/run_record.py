@@ -9,7 +9,7 @@ import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,9 +28,13 @@ _RUN, _EVENTS, _EVALUATION = "run.json", "events.jsonl", "evaluation.json"
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedStep:
-    """A logged line of the training loop. None for what is not known, or no number. memory_bytes: held then."""
+    """A logged line of the training loop. None for what is not known, or no number.
+
+    num_steps: those since the line before, which its rate is of. memory_bytes: held then.
+    """
 
     step: int
+    num_steps: int = 1
     loss: float | None = None
     learning_rate: float | None = None
     grad_norm: float | None = None
@@ -70,6 +74,11 @@ class RunReport:
     incidents: Mapping[str, int] = field(default_factory=dict)
     evaluation: Evaluation | None = None
     processes: Processes | None = None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Rows per second of a finished run; of another one rows over seconds of all its logged lines."""
+        return self.run.samples_per_s if self.run.samples_per_s is not None else _rate(self.steps)
 
 
 def read_record(given: Path) -> RunReport | Evaluation:
@@ -134,7 +143,7 @@ def _run_report(folder: Path) -> RunReport:
     last_step = max((int(event.get("step", 0)) for event in events), default=0)
     return RunReport(
         run=run,
-        steps=_thinned([_step(event) for event in steps]),
+        steps=_thinned(_logged(events)),
         evaluations=tuple(LoggedEvaluation(step=e["step"], metrics=_finite(e["metrics"])) for e in evaluated),
         last_step=last_step,
         num_steps=steps[-1].get("num_steps") if steps else None,
@@ -194,9 +203,22 @@ def _events(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _step(event: Mapping[str, Any]) -> LoggedStep:
-    names = [each.name for each in fields(LoggedStep) if each.name != "step"]
-    return LoggedStep(step=int(event["step"]), **{name: _number(event.get(name)) for name in names})
+#: Numbers of a logged line, by their names in the log.
+_NUMBERS = ("loss", "learning_rate", "grad_norm", "samples_per_s", "memory_bytes")
+
+
+def _logged(events: Sequence[Mapping[str, Any]]) -> list[LoggedStep]:
+    """Logged lines. Steps between the last one and the checkpoint that a run went on from have no line."""
+    found, before = list[LoggedStep](), 0
+    for event in events:
+        if event.get("kind") == "step":
+            step = int(event["step"])
+            numbers = {name: _number(event.get(name)) for name in _NUMBERS}
+            found.append(LoggedStep(step=step, num_steps=max(1, step - before), **numbers))
+            before = step
+        elif event.get("kind") == "resumed":
+            before = int(event.get("step", before))
+    return found
 
 
 def _number(value: Any) -> float | None:
@@ -223,15 +245,14 @@ def _thinned(steps: Sequence[LoggedStep]) -> tuple[LoggedStep, ...]:
 
 def _mean(steps: Sequence[LoggedStep]) -> LoggedStep:
     means: dict[str, float | None] = {}
-    for each in fields(LoggedStep):
-        if each.name != "step":
-            known = [value for step in steps if (value := getattr(step, each.name)) is not None]
-            means[each.name] = sum(known) / len(known) if known else None
+    for name in _NUMBERS:
+        known = [value for step in steps if (value := getattr(step, name)) is not None]
+        means[name] = sum(known) / len(known) if known else None
     means["samples_per_s"] = _rate(steps)
-    return LoggedStep(step=steps[-1].step, **means)
+    return LoggedStep(step=steps[-1].step, num_steps=sum(step.num_steps for step in steps), **means)
 
 
 def _rate(steps: Sequence[LoggedStep]) -> float | None:
-    """Rate of lines of as many rows each, over their time together: the harmonic mean of theirs."""
-    times = [1 / step.samples_per_s for step in steps if step.samples_per_s]
-    return len(times) / sum(times) if times else None
+    """Rate of lines over their time together, where each step has as many rows: the harmonic mean of theirs."""
+    known = [(step.num_steps, step.samples_per_s) for step in steps if step.samples_per_s]
+    return sum(count for count, _ in known) / math.fsum(count / rate for count, rate in known) if known else None
