@@ -36,18 +36,26 @@ def sent_in_two_parts(folder: Path, tracker: str) -> str:
     return after.tracked_id
 
 
+def end_once_more(folder: Path, tracker: str) -> None:
+    """Send a run of which the end alone was not sent: it has no point left that would tell its last step."""
+    path = state_path(folder, tracker)
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"summarised": False}), "utf-8")
+    send_run(folder, tracker)
+
+
 def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     sent_in_two_parts(tmp_path / "run", "tensorboard")
+    end_once_more(tmp_path / "run", "tensorboard")
     board = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     board.Reload()
     assert [(point.step, point.value) for point in board.Scalars("train/loss")] == [
         (step, pytest.approx(2.0 / step)) for step in STEPS
     ]
     assert [point.step for point in board.Scalars("eval/accuracy")] == [10]
-    assert [point.value for point in board.Scalars("run/steps")] == [40.0]
+    assert [(point.step, point.value) for point in board.Scalars("run/steps")] == [(40, 40.0)] * 2
     assert b"recipe/packing" in board.Tensors("settings")[0].tensor_proto.string_val[0]
 
 
@@ -87,6 +95,7 @@ def test_mlflow(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     if where == "files":
         monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     name = sent_in_two_parts(tmp_path / "run", "mlflow")
+    end_once_more(tmp_path / "run", "mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     if not (tmp_path / "mlruns" / "0").exists():  # a database is its default where it has one
         uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
@@ -97,6 +106,7 @@ def test_mlflow(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert stored.info.status == "FINISHED"
     assert stored.data.params["recipe/packing"] == "packed"
     assert stored.data.metrics["run/steps"] == 40
+    assert [each.step for each in client.get_metric_history(name, "run/steps")] == [40, 40]
     assert capfd.readouterr().out == ""
 
 
@@ -104,6 +114,7 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     pytest.importorskip("trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     name = sent_in_two_parts(tmp_path / "run", "trackio")
+    end_once_more(tmp_path / "run", "trackio")
     read: Callable[..., list[dict[str, float]]]
     from trackio.sqlite_storage import SQLiteStorage
 
@@ -112,5 +123,5 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.
     read = SQLiteStorage.get_logs
     logs = read("brimful", name)
     assert [each["step"] for each in logs if "train/loss" in each] == STEPS
-    assert [each["run/steps"] for each in logs if "run/steps" in each] == [40]
+    assert {(each["step"], each["run/steps"]) for each in logs if "run/steps" in each} == {(40, 40)}
     assert capfd.readouterr().out == ""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import subprocess
 import sys
 import time
@@ -12,11 +14,12 @@ from typing import Any
 import pytest
 
 import brimful
+from brimful.core import atomic_files
 from brimful.core.callbacks import Callbacks
-from brimful.core.errors import OutputError
+from brimful.core.errors import DataError, OutputError
 from brimful.integrations.trackers import reporting
 from brimful.integrations.trackers.reporting import send_run
-from brimful.integrations.trackers.run_log import read_sent, state_path
+from brimful.integrations.trackers.run_log import lock_path, read_sent, state_path
 from integrations.trackers.pretended import Pretended
 from reports.test_run_page import record, write_run
 from runs import events, learned
@@ -137,6 +140,25 @@ def test_steps_that_a_resumed_run_repeats_are_not_sent_again(pretended: Pretende
     assert pretended.steps("eval/accuracy") == [10]
     assert pretended.steps("incidents/resumed") == [4]
     assert pretended.steps("incidents/skipped") == [40]
+
+
+@pytest.mark.parametrize("is_under_way", [True, False])
+def test_a_run_that_another_process_sends_is_not_waited_for(
+    is_under_way: bool, pretended: Pretended, tmp_path: Path
+) -> None:
+    run, evaluation = record(5)
+    folder = write_run(tmp_path / "run", run, evaluation)
+    (folder / "trackers").mkdir()
+    own = atomic_files.lock_folder(folder) if is_under_way else None
+    with lock_path(state_path(folder, "wandb")).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match="the run is being sent to wandb by another process already") as caught:
+            send_run(folder, "wandb")
+    assert ("sends its log itself" in (caught.value.hint or "")) == is_under_way
+    assert pretended.calls("init") == []
+    if own is not None:
+        os.close(own)
+    assert send_run(folder, "wandb")
 
 
 def test_another_run_in_the_same_folder_is_another_run_there(pretended: Pretended, tmp_path: Path) -> None:

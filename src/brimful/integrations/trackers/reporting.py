@@ -13,7 +13,7 @@ from pathlib import Path
 from brimful.core import atomic_files
 from brimful.core.errors import BrimfulError, DataError, OutputError, listed, printable
 from brimful.core.trackers import TrackerFailure, Trackers, tracker_names
-from brimful.integrations.trackers.run_log import read_sent, state_path
+from brimful.integrations.trackers.run_log import is_sending, read_sent, state_path
 
 #: Seconds that a run which has ended waits for a tracker to take the rest.
 _WAIT_S = 30.0
@@ -109,11 +109,17 @@ def send_run(run: str | Path, report_to: str) -> dict[str, str | None]:
 
     Returns its address on the web by tracker, None where it has none.
 
-    Raises: DataError where there is no run; OutputError for trackers that failed, after all others are done.
+    Raises: DataError where there is no run, and where another process sends it to one of them; OutputError for trackers
+    that failed, after all others are done.
     """
     folder = Path(run).expanduser()
     if not (folder / "run.json").is_file():
         raise DataError("there is no record of a run", file=str(run), hint="--report-to wants the folder of a run")
+    if busy := [name for name in tracker_names(report_to) if is_sending(state_path(folder, name))]:
+        said = f"the run is being sent to {listed(busy)} by another process already"
+        own = "the run is under way and sends its log itself: nothing is left to do"
+        hint = own if atomic_files.is_locked(folder) else "give it again once that process has ended"
+        raise DataError(said, file=str(run), hint=hint)
     processes = TrackerProcesses(report_to)
     processes.begin(folder)
     if failures := processes.end(wait_s=float("inf")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,25 @@ class Sent:
 def state_path(folder: Path, tracker: str) -> Path:
     """File of what was sent of the run in `folder`."""
     return folder / "trackers" / f"{tracker}.json"
+
+
+def lock_path(path: Path) -> Path:
+    """File that the process which sends a run has locked, beside the file `path` of what it sent."""
+    return path.with_suffix(".lock")
+
+
+def is_sending(path: Path) -> bool:
+    """Return True if a process sends a run, by its file of what was sent."""
+    try:
+        lock = lock_path(path).open("rb")
+    except OSError:
+        return False
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 def read_sent(path: Path) -> Sent:
@@ -97,17 +117,17 @@ def summary_of(run: Run) -> dict[str, float]:
 
 
 class RunLog:
-    """The log of a run from its first line, as points to send."""
+    """The log of a run from its first line, as points to send. last_step: of the last line that was read."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset, self._last_step = path, 0, 0
+        self._path, self._offset, self.last_step = path, 0, 0
         self._incidents: dict[str, int] = {}
 
     def new(self, marks: dict[str, int]) -> Iterator[Point]:
         """Points of lines that are whole and were not read before, but for those up to `marks`, which are moved on."""
         for event in self._lines():
-            kind, step = str(event.get("kind")), int(event.get("step", self._last_step))
-            self._last_step = step
+            kind, step = str(event.get("kind")), int(event.get("step", self.last_step))
+            self.last_step = step
             if kind in ("step", "evaluated"):
                 mark, values = step, _values(kind, event)
             elif kind in _INCIDENTS:

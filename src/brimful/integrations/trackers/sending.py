@@ -20,6 +20,7 @@ from pathlib import Path
 from brimful.core.errors import printable
 from brimful.integrations.trackers.run_log import (
     RunLog,
+    lock_path,
     read_run,
     read_sent,
     sent_of,
@@ -73,7 +74,7 @@ def _send(tracker: Tracker, folder: Path, path: Path) -> None:
         is_last = bool(select.select([sys.stdin.fileno()], [], [], _LOOK_S)[0])
     run = read_run(folder)
     complete = run.status == "finished"
-    tracker.finish(summary_of(run) if complete else {}, complete=complete)
+    tracker.finish(summary_of(run) if complete else {}, step=log.last_step, complete=complete)
     write_sent(path, dataclasses.replace(sent, summarised=complete))
 
 
@@ -85,6 +86,6 @@ def _tracker(name: str) -> Tracker:
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Wait until no other process sends this run to this tracker, such as that of a training which was killed."""
-    with path.with_suffix(".lock").open("w") as lock:
+    with lock_path(path).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -23,7 +23,6 @@ class MLflow:
         from mlflow import MlflowClient
 
         self._client: Any = MlflowClient(tracking_uri=_tracking_uri())
-        self._last = 0
         if run.tracked_id is not None:
             self._client.update_run(run.tracked_id, status="RUNNING")
             self._id: str = run.tracked_id
@@ -44,12 +43,11 @@ class MLflow:
         metrics = [Metric(name, value, now, point.step) for point in points for name, value in point.values.items()]
         for first in range(0, len(metrics), _MOST_METRICS):
             self._client.log_batch(self._id, metrics=metrics[first : first + _MOST_METRICS])
-        self._last = max([self._last, *(point.step for point in points)])
 
-    def finish(self, summary: Mapping[str, float], *, complete: bool) -> None:
+    def finish(self, summary: Mapping[str, float], *, step: int, complete: bool) -> None:
         """Send the summary at the last step, and set the status: a run that was interrupted is KILLED."""
         if complete and summary:
-            self.send([Point(step=self._last, values=summary)])
+            self.send([Point(step=step, values=summary)])
         self._client.set_terminated(self._id, status="FINISHED" if complete else "KILLED")
 
     def _log_settings(self, settings: Mapping[str, Any]) -> None:

@@ -20,7 +20,6 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = Event, Summary
-        self._last = 0
         self._writer: Any = EventFileWriter(str(run.folder / "tensorboard"))
         if run.tracked_id is None:
             self._write_text("settings", json.dumps(dict(run.settings), indent=2))
@@ -31,14 +30,13 @@ class TensorBoard:
         for point in points:
             values = [self._summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
             self._write(point.step, values)
-            self._last = max(self._last, point.step)
         self._writer.flush()
 
-    def finish(self, summary: Mapping[str, float], *, complete: bool) -> None:
+    def finish(self, summary: Mapping[str, float], *, step: int, complete: bool) -> None:
         """Write the summary as scalars at the last step, and close the file."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in summary.items()]
         if complete and values:
-            self._write(self._last, values)
+            self._write(step, values)
         self._writer.close()
 
     def _write(self, step: int, values: list[Any]) -> None:

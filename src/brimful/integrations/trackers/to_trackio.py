@@ -17,7 +17,6 @@ class Trackio:
         import trackio
 
         name = run.tracked_id or f"{run.name}-{run.run[:6]}"
-        self._last = 0
         self._run: Any = trackio.init(
             os.environ.get("TRACKIO_PROJECT", PROJECT),
             name=name,
@@ -33,10 +32,9 @@ class Trackio:
         """Queue numbers, which trackio's thread stores within a second."""
         for point in points:
             self._run.log(dict(point.values), step=point.step)
-            self._last = max(self._last, point.step)
 
-    def finish(self, summary: Mapping[str, float], *, complete: bool) -> None:
+    def finish(self, summary: Mapping[str, float], *, step: int, complete: bool) -> None:
         """Log the summary at the last step, and wait until all is stored."""
         if complete and summary:
-            self._run.log(dict(summary), step=self._last)
+            self._run.log(dict(summary), step=step)
         self._run.finish()

@@ -33,7 +33,7 @@ class WeightsAndBiases:
         for point in points:
             self._run.log({"step": point.step, **point.values})
 
-    def finish(self, summary: Mapping[str, float], *, complete: bool) -> None:
+    def finish(self, summary: Mapping[str, float], *, step: int, complete: bool) -> None:
         """Write the summary, and wait until all is sent, or in offline mode stored."""
         self._run.summary.update(dict(summary))
         self._run.finish(exit_code=0 if complete else 1)

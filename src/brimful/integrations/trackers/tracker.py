@@ -53,5 +53,5 @@ class Tracker(Protocol):
     def send(self, points: list[Point]) -> None:
         """Send numbers, in the order of their steps; nothing of them is lost if this process ends then."""
 
-    def finish(self, summary: Mapping[str, float], *, complete: bool) -> None:
-        """End the run. summary: results of the saved model. complete: it was not interrupted."""
+    def finish(self, summary: Mapping[str, float], *, step: int, complete: bool) -> None:
+        """End the run. summary: results of the saved model, at its last `step`. complete: it was not interrupted."""
