@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import matplotlib
@@ -169,3 +171,16 @@ def test_without_matplotlib_there_is_one_clear_error(monkeypatch: pytest.MonkeyP
     with pytest.raises(InputError, match="matplotlib") as raised:
         bar_chart("a", BARS, alt="a")
     assert raised.value.hint == "pip install 'brimful[report]'"
+
+
+def test_a_matplotlib_that_cannot_be_imported_is_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "matplotlib").mkdir()
+    (tmp_path / "matplotlib" / "__init__.py").write_text("raise AttributeError('_ARRAY_API not found')", "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match=r"cannot be imported \(_ARRAY_API not found\)") as raised:
+        bar_chart("a", BARS, alt="a")
+    assert "install it again" in (raised.value.hint or "")

@@ -260,20 +260,34 @@ def _after_the_leader(error: BrimfulError) -> int:
 
 
 def _report(options: Any) -> None:
-    """Write a page, without loading torch."""
+    """Write a page, and send a run to trackers, which needs no charts; without loading torch."""
+    from brimful.core.errors import InputError
     from brimful.core.records import json_text
     from brimful.core.trackers import check_trackers
+    from brimful.reports.svg import check_charts
     from brimful.reports.write import report
 
     check_trackers(options.report_to)
-    path = report(options.run, options.output)
+    without: InputError | None = None
+    try:
+        check_charts()
+    except InputError as error:
+        if options.report_to == "none":
+            raise
+        without = error
+    path = None if without is not None else report(options.run, options.output)
     if options.report_to != "none":
         from brimful.integrations.trackers.reporting import send_run
 
         for name, url in send_run(options.run, options.report_to).items():
             if not options.quiet:
                 print(f"sent to {name}" if url is None else f"sent to {name}: {printable(url, 300)}", file=sys.stderr)
-    print(json_text({"report": str(path)}) if options.json else path)
+    if without is not None:
+        if options.output is not None:
+            raise without
+        print(f"warning: no page was written: {without}; {without.hint}", file=sys.stderr)
+    if options.json or path is not None:
+        print(json_text({"report": None if path is None else str(path)}) if options.json else path)
 
 
 def _bench(options: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import io
 import re
@@ -14,7 +15,7 @@ from xml.etree import ElementTree
 from markupsafe import Markup
 from rich.cells import cell_len
 
-from brimful.core.errors import InputError, printable
+from brimful.core.errors import InputError, first_line, printable
 
 #: A chart's width, its type's size, and the width of a character: in its own unit, about a pixel on a phone.
 WIDTH, TYPE, _CHARACTER = 400, 12, 6.8
@@ -35,9 +36,15 @@ _SETTINGS: dict[str, Any] = {
 
 
 def check_charts() -> None:
-    """Check that charts can be drawn. Raises: InputError if matplotlib is not installed."""
+    """Check that charts can be drawn. Raises: InputError if matplotlib is not installed, or cannot be imported."""
+    needs = "a report as a page needs matplotlib for its charts"
     if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("a report as a page needs matplotlib for its charts", hint="pip install 'brimful[report]'")
+        raise InputError(needs, hint="pip install 'brimful[report]'")
+    try:
+        importlib.import_module("matplotlib.figure")
+    except Exception as error:  # that of another library, such as numpy of another version
+        said = f"{needs}, which is installed and cannot be imported ({first_line(error)})"
+        raise InputError(said, hint="install it again: pip install --force-reinstall 'brimful[report]'") from error
 
 
 def width_of(text: str) -> float:

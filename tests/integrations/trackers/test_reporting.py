@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ from brimful.core.errors import DataError, OutputError
 from brimful.integrations.trackers import reporting
 from brimful.integrations.trackers.reporting import send_run
 from brimful.integrations.trackers.run_log import lock_path, read_sent, state_path
+from commands import call
 from integrations.trackers.pretended import Pretended
 from reports.test_run_page import record, write_run
 from runs import events, learned
@@ -140,6 +142,27 @@ def test_steps_that_a_resumed_run_repeats_are_not_sent_again(pretended: Pretende
     assert pretended.steps("eval/accuracy") == [10]
     assert pretended.steps("incidents/resumed") == [4]
     assert pretended.steps("incidents/skipped") == [40]
+
+
+def test_a_run_is_sent_without_matplotlib(
+    pretended: Pretended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no page then: a warning, and an error where the page was asked for."""
+    run, evaluation = record(5)
+    folder = write_run(tmp_path / "run", run, evaluation)
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name))
+    said = call("report", folder, "--report-to", "wandb")
+    assert (said.code, said.out) == (0, "")
+    assert "sent to wandb: https://tracker.invalid/id-1\nwarning: no page was written: a report as a page" in said.err
+    assert "pip install 'brimful[report]'" in said.err
+    assert pretended.calls("finish")
+    assert json.loads(call("report", folder, "--report-to", "wandb", "--json").out) == {"report": None}
+    for words in (("--report-to", "wandb", "-o", tmp_path / "page.html"), ()):
+        said = call("report", folder, *words)
+        assert (said.code, said.out) == (2, "")
+        assert "error: a report as a page needs matplotlib for its charts\nhint: pip install" in said.err
+        assert ("sent to wandb" in said.err) == bool(words)
 
 
 @pytest.mark.parametrize("is_under_way", [True, False])
