@@ -1,4 +1,4 @@
-"""Pages in headless Chromium (make browser): nothing is wider than a phone, and nothing is said on the console."""
+"""Pages in headless Chromium (make browser): none is wider than a phone or says anything; in the dark they are dark."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,9 @@ FRAMES = """<!doctype html>{frames}<script>addEventListener("load", () => {{
 document.title = JSON.stringify([...document.querySelectorAll("iframe")].map(frame => {{
 const page = frame.contentDocument, rows = [...page.querySelectorAll(".rows tbody tr")];
 const boxes = [...page.querySelectorAll(".scroll:has(> .rows)")];
-return {{name: frame.name, width: page.documentElement.scrollWidth, charts: page.querySelectorAll("svg").length,
+const look = frame.contentWindow.getComputedStyle(page.body);
+return {{name: frame.name, paper: look.backgroundColor, ink: look.color,
+width: page.documentElement.scrollWidth, charts: page.querySelectorAll("svg").length,
 hidden: Math.max(0, ...boxes.map(box => box.scrollWidth - box.clientWidth)),
 tallest: Math.max(0, ...rows.map(row => row.offsetHeight)),
 strangers: page.querySelectorAll("script:not(#record), img, iframe, h1 b").length}};
@@ -46,7 +49,7 @@ strangers: page.querySelectorAll("script:not(#record), img, iframe, h1 b").lengt
 
 @pytest.mark.parametrize("number", [5, 1000])
 def test_pages_fit_a_phone_a_desk_and_paper(number: int, tmp_path: Path) -> None:
-    pages, frames = pages_of(tmp_path, number, label="L" * 120), ""
+    pages, frames = pages_of(tmp_path, number, label="L" * 120) | pages_of_long_words(tmp_path / ("f" * 120)), ""
     for name, page in pages.items():
         for medium, width in WIDTHS.items():
             file = tmp_path / f"{name}-{medium}.html"
@@ -54,17 +57,18 @@ def test_pages_fit_a_phone_a_desk_and_paper(number: int, tmp_path: Path) -> None
             file.write_text(shown if medium == "print" else page, "utf-8")
             frames += f'<iframe src="{file.name}" name="{name} {medium}" width="{width}" style="border:0"></iframe>'
     (tmp_path / "frames.html").write_text(FRAMES.format(frames=frames), "utf-8")
-    done = browse(tmp_path, "--virtual-time-budget=5000", "--dump-dom", (tmp_path / "frames.html").as_uri())
-    title = re.search(r"<title>(.*?)</title>", done.stdout)
-    assert title is not None
-    found = json.loads(title[1])
+    found = frames_in(tmp_path)
     expected = {f"{name} {medium}": width for name in pages for medium, width in WIDTHS.items()}
     assert {each["name"]: each["width"] for each in found} == expected, "a page is wider than its medium"
     assert all(each["charts"] for each in found)
     assert not any(each["hidden"] for each in found), "a long label hides the columns after it"
     assert not any(each["strangers"] for each in found), "markup of a label became an element"
     assert 0 < max(each["tallest"] for each in found) < 400, "texts stand in a narrow column"
-    assert not console(done)
+    assert all(luminance(each["paper"]) == 1 and contrast(each) > 10 for each in found)
+    if number == 5:
+        found = frames_in(tmp_path, "--force-dark-mode")  # as who prefers dark pages has them
+        assert all((luminance(each["paper"]) < 0.02) == (not each["name"].endswith("print")) for each in found)
+        assert all(contrast(each) > 10 for each in found)
 
 
 @pytest.mark.parametrize("number", [5, 1000])
@@ -105,11 +109,51 @@ def pages_of(folder: Path, number: int, label: str = "a label") -> dict[str, str
     }
 
 
+def pages_of_long_words(folder: Path) -> dict[str, str]:
+    """Pages of labels, and of folders, that no line of a table has room for."""
+    folder.mkdir()
+    pages = {}
+    for number in (12, 20):
+        run, evaluation = record(number)
+        long = {name: f"{number}{'L' * 120}" for number, name in enumerate(names_of(number))}
+        confusion = tuple(replace(e, truth=long[e.truth], label=long[e.label]) for e in evaluation.confusion)
+        by_label = tuple(replace(each, name=long[each.name]) for each in evaluation.by_label)
+        evaluation = replace(evaluation, confusion=confusion, by_label=by_label)
+        report = read_record(write_run(folder / f"run{number}", run, evaluation))
+        assert isinstance(report, RunReport)
+        pages[f"{number} long labels"] = run_page(report)
+    runs = (folder / "run12", folder / "run20")
+    return pages | {"long folders": comparison_page(compare(*runs)), "eight": comparison_page(compare(*(4 * runs)))}
+
+
 def with_texts(number: int, label: str) -> tuple[Run, Evaluation]:
     """A run with so many labels, and mistakes in texts of some lines, whose answer is `label`."""
     run, evaluation = record(number)
     mistakes = tuple(replace(each, text="a long text " * 25, label=label) for each in evaluation.mistakes)
     return run, replace(evaluation, mistakes=mistakes)
+
+
+def frames_in(folder: Path, *words: str) -> list[dict[str, Any]]:
+    """What frames.html says of the pages in it, on whose console is nothing."""
+    done = browse(folder, *words, "--virtual-time-budget=5000", "--dump-dom", (folder / "frames.html").as_uri())
+    title = re.search(r"<title>(.*?)</title>", done.stdout)
+    assert title is not None
+    assert not console(done)
+    found: list[dict[str, Any]] = json.loads(title[1])
+    return found
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of `rgb(r, g, b)`, as WCAG has it."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(frame: dict[str, Any]) -> float:
+    """Contrast of a page's text, from 1 to 21."""
+    low, high = sorted(luminance(frame[name]) for name in ("paper", "ink"))
+    return (high + 0.05) / (low + 0.05)
 
 
 def browse(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -48,6 +48,16 @@ def test_every_part_shows_hostile_text_as_text() -> None:
     assert not any(c in found.document for c in "\x00\x1b\u202e\u2028")
 
 
+def test_cells_with_a_word_that_no_line_has_room_for_are_marked() -> None:
+    """On paper such a word is broken; a number never is."""
+    word = "w" * 17
+    table = whole(PARTS.table("a", ("", word, "b"), [("c", f"two {word}", "of so many short words")]))
+    assert [each.get("class") for each in table.all("td")] == ["long", None]
+    assert [each.get("class") for each in table.all("th")] == [None, "long", None, None]
+    numbers = whole(PARTS.table("a", ("", word), [("c", word)], True))
+    assert [each.get("class") for each in numbers.all("td")] == ["number"]
+
+
 def test_names_in_a_sentence_keep_their_direction() -> None:
     """Two of them beside one another would swap places, and their quotes."""
     found = whole(PARTS.warning("never given: 'left', 'שלום', 'عربي 12' <b>, it's --new-head"))

@@ -21,6 +21,8 @@ from brimful.reports.page_bounds import fitting_record
 
 #: Characters of a value, of a sentence and of a command that a page shows.
 _VALUE, _SENTENCE, _COMMAND = 1000, 2000, 100_000
+#: Characters of a word from which it is broken where a line has no room for it.
+_LONG_WORD = 16
 _CODE = re.compile(r"`([^`]+)`|(?<![\w-])(--[a-z][a-z-]*[a-z])")
 #: A name in quotes, escaped, with letters that are written from right to left.
 _NAME = re.compile(r"&#39;((?:(?!&#39;)[^<])*[\u0590-\u08ff](?:(?!&#39;)[^<])*)&#39;")
@@ -52,6 +54,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     made.filters |= {"prose": _prose, "in_full": lambda text: escape(printable(text, _COMMAND))}
+    made.tests |= {"long_worded": lambda text: any(len(word) > _LONG_WORD for word in str(text).split())}
     units = {"bytes": bytes_text, "count": count_text, "seconds": seconds_text, "share": share_text}
     made.filters |= {name: functools.partial(_unless_unknown, text) for name, text in units.items()}
     return made
