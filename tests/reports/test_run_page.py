@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import brimful
+from brimful.core import atomic_files
 from brimful.core.evaluation import Evaluation, Mistake
 from brimful.core.records import (
     Compilations,
@@ -129,8 +131,13 @@ def test_everything_of_a_finished_run_is_on_its_page(tmp_path: Path, number: int
 def test_a_run_under_way_has_what_there_is(tmp_path: Path) -> None:
     run, _ = record(5)
     begun = replace(run, status="running", peak_bytes=PeakMemory(), phases_s={}, samples_per_s=None, tokens_per_s=None)
-    report = read_record(write_run(tmp_path / "run", begun, None))
-    assert isinstance(report, RunReport)
+    folder = write_run(tmp_path / "run", begun, None)
+    text = Page(run_page(run_of(folder))).text  # as a kill leaves it
+    assert "no process is at work on it: its last line is of step 40. --resume goes on." in text
+    assert "left by then" not in text
+    lock = atomic_files.lock_folder(folder)
+    report = run_of(folder)
+    os.close(lock)
     assert (report.last_step, report.num_steps) == (40, 80)
     assert report.steps[2].loss is None
     page = Page(run_page(report))
@@ -219,6 +226,19 @@ def test_rows_per_second_of_a_run_that_did_not_end_are_those_of_its_whole_log(tm
     assert ("Rows per second", "29.1", "900 tokens/s") in _tiles(report)
     assert brimful.compare(folder, folder).compared[0].samples_per_s == report.samples_per_s
     assert run_of(write_run(tmp_path / "ended", record(5)[0], None)).samples_per_s == 20.0  # as its record says
+
+
+def test_a_run_whose_evaluation_is_lost_has_the_metrics_of_its_record(tmp_path: Path) -> None:
+    """Of the saved model, which need not be that of the last evaluation."""
+    run = replace(record(5)[0], metrics={"accuracy": 0.8125, "f1_macro": 0.75, "loss": None})
+    folder = write_run(tmp_path / "run", run, None)
+    page = Page(run_page(run_of(folder)))
+    page.check()
+    assert "Accuracy0.8125" in page.text
+    assert "F1, mean of labels0.75" in page.text
+    assert "The run has no evaluation.json any more: metrics are those of run.json" in page.text
+    found = brimful.compare(folder, folder).compared[0].metrics
+    assert {name: metric.value for name, metric in found.items()} == {"accuracy": 0.8125, "f1_macro": 0.75}
 
 
 def test_texts_of_mistakes_are_lines_and_failures_of_trackers_are_named(tmp_path: Path) -> None:

@@ -110,15 +110,14 @@ def _read(folder: Path, name: str) -> _Side:
 def _run(report: RunReport, folder: Path, name: str) -> _Side:
     run, found = report.run, report.evaluation
     main = MAIN_METRIC[run.labels.task]
-    last = report.evaluations[-1].metrics if report.evaluations else {}
-    metrics = found.metrics if found is not None else {name: Metric(value=value) for name, value in last.items()}
+    plain = {name: Metric(value=value) for name, value in report.metrics.items()}
     compared = Compared(
         name=name,
         folder=str(folder),
         kind="run",
-        status="unfinished" if run.status == "running" and not atomic_files.is_locked(folder) else run.status,
+        status="unfinished" if run.status == "running" and not report.is_live else run.status,
         device=run.recipe.device,
-        metrics=metrics,
+        metrics=plain if found is None else found.metrics,
         num_rows=None if found is None else found.num_rows,
         steps=run.steps if run.status == "finished" else report.last_step,
         train_s=run.train_s,

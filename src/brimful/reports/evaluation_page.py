@@ -5,12 +5,14 @@ This module makes the figures and charts; the words between them are in `templat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
 from brimful.core.errors import printable
 from brimful.core.evaluation import MAIN_METRIC, METRIC_NAMES, Evaluation, Metric, Mistake
 from brimful.core.options.checks import flag
+from brimful.core.records import TaskName
 from brimful.core.units import amount_text, number_text, part_text, share_text
 from brimful.reports.bars import Bar, bar_chart
 from brimful.reports.charts import agreement
@@ -135,6 +137,18 @@ def evaluation_tiles(record: Evaluation) -> list[tuple[str, str | None, str | No
             title = baseline_title(baseline)
             tiles.append((title[:1].upper() + title[1:], number_text(value), f"{METRIC_NAMES[main]} of this baseline"))
     return tiles
+
+
+def metric_tiles(
+    task: TaskName, metrics: Mapping[str, float], note: str | None
+) -> list[tuple[str, str | None, str | None]]:
+    """Key figures of metrics without intervals. note: to each."""
+    names = [name for name in _TILES[task] if name in metrics]
+    titles = (METRIC_NAMES[name] for name in names)
+    return [
+        (title[:1].upper() + title[1:], metric_text(name, metrics[name]), note)
+        for name, title in zip(names, titles, strict=True)
+    ]
 
 
 def _bars(record: Evaluation) -> Chart | None:

@@ -22,7 +22,7 @@ from brimful.reports.bars import Bar, bar_chart
 from brimful.reports.bench_text import rate_text
 from brimful.reports.charts import curves
 from brimful.reports.classification_page import Chart
-from brimful.reports.evaluation_page import evaluation_tiles, evaluation_values
+from brimful.reports.evaluation_page import evaluation_tiles, evaluation_values, metric_tiles
 from brimful.reports.memory_text import memory_names
 from brimful.reports.page import environment, render
 from brimful.reports.page_bounds import fitting_rows, short_name
@@ -112,9 +112,15 @@ def _notices(report: RunReport) -> list[str]:
     said = []
     if report.run.status != "finished" and report.stopped is not None:
         said.append(f"This run was stopped after step {report.last_step:,}: {report.stopped}.")
+    elif report.run.status != "finished" and not report.is_live:
+        last = f"its last line is of step {report.last_step:,}"
+        said.append(f"This run has not finished, and no process is at work on it: {last}. `--resume` goes on.")
     elif report.run.status != "finished":
         left = "" if report.left_s is None else f", about {seconds_text(report.left_s)} left by then"
         said.append(f"This run has not finished: its last line is of step {report.last_step:,}{left}.")
+    elif report.evaluation is None and report.run.metrics:
+        has = "metrics are those of run.json, without intervals, labels and rows to look at"
+        said.append(f"The run has no evaluation.json any more: {has}.")
     found = [
         f"{count:,} {_INCIDENTS[kind][count != 1]}{_ENDS.get(kind, '')}" for kind, count in report.incidents.items()
     ]
@@ -125,10 +131,9 @@ def _tiles(report: RunReport) -> list[tuple[str, str | None, str | None]]:
     run = report.run
     tiles = evaluation_tiles(report.evaluation) if report.evaluation is not None else []
     tiles[:1] = [("Rows evaluated", value, note) for _, value, note in tiles[:1]]
-    main = MAIN_METRIC[run.labels.task]
-    if not tiles and report.evaluations and (value := report.evaluations[-1].metrics.get(main)) is not None:
-        name = METRIC_NAMES[main]
-        tiles.append((name[:1].upper() + name[1:], number_text(value), f"after step {report.evaluations[-1].step:,}"))
+    if report.evaluation is None:
+        when = None if run.status == "finished" or not report.evaluations else report.evaluations[-1].step
+        tiles = metric_tiles(run.labels.task, report.metrics, None if when is None else f"after step {when:,}")
     rate = report.samples_per_s
     tokens = None if run.tokens_per_s is None else f"{count_text(run.tokens_per_s)} tokens/s"
     tiles.append(("Rows per second", None if rate is None else rate_text(rate), tokens))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from brimful.core import atomic_files
 from brimful.core.bench import is_begun_bench
 from brimful.core.errors import DataError, did_you_mean, first_line, printable
 from brimful.core.evaluation import Evaluation
@@ -53,7 +54,7 @@ class LoggedEvaluation:
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
     """A run's folder. steps: thinned to what a curve can show. num_steps, num_epochs: that were planned, where known.
-    last_epoch: reached by the last step.
+    last_epoch: reached by the last step. is_live: a process is at work on it.
 
     left_s: estimated by the last logged step. phases_s: seconds by phase of the process that finished the run, or that
     runs, then as of its last line of them. stopped: why it was, if that is its last line. incidents:
@@ -68,6 +69,7 @@ class RunReport:
     num_steps: int | None = None
     num_epochs: float | None = None
     last_epoch: float | None = None
+    is_live: bool = False
     left_s: float | None = None
     stopped: str | None = None
     phases_s: Mapping[str, float] = field(default_factory=dict)
@@ -79,6 +81,13 @@ class RunReport:
     def samples_per_s(self) -> float | None:
         """Rows per second of a finished run; of another one rows over seconds of all its logged lines."""
         return self.run.samples_per_s if self.run.samples_per_s is not None else _rate(self.steps)
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics of the saved model; of a run that has none those of its last evaluation."""
+        if self.run.status == "finished" and self.run.metrics:
+            return {name: value for name, value in self.run.metrics.items() if value is not None}
+        return self.evaluations[-1].metrics if self.evaluations else {}
 
 
 def read_record(given: Path) -> RunReport | Evaluation:
@@ -149,6 +158,7 @@ def _run_report(folder: Path) -> RunReport:
         num_steps=steps[-1].get("num_steps") if steps else None,
         num_epochs=None if run.learning is None else run.learning.num_train_epochs,
         last_epoch=_epoch(steps[-1], last_step) if steps else None,
+        is_live=run.status == "running" and atomic_files.is_locked(folder),
         left_s=_number(steps[-1].get("left_s")) if steps else None,
         phases_s=run.phases_s or (_finite(times[-1]["phases_s"]) if times else {}),
         stopped=_why_stopped(events[-1]) if events else None,
