@@ -117,7 +117,7 @@ def run_training(
     check_trackers(options.report_to)
     if options.report is not None and not options.dry_run:
         check_charts()
-        check_page(Path(options.report), "--report")
+        check_page(Path(options.report), "--report", made=Path(options.output))
     if options.push_to_hub is not None:
         check_push(options.push_to_hub)
     trackers = TrackerProcesses(options.report_to, stage=callbacks.stage)

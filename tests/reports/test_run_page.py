@@ -325,7 +325,7 @@ def test_mistakes_are_one_line(
 
 def test_a_real_run_by_the_command_line_and_without_torch(tmp_path: Path) -> None:
     base, rows = save_base(tmp_path / "base"), write_reviews(tmp_path / "reviews.csv")
-    page = tmp_path / "page.html"
+    page = tmp_path / "run" / "page.html"  # in a folder that the run makes
     brimful.train(
         rows, model=base, output=tmp_path / "run", report=str(page), max_steps=4, logging_steps=1, max_length=32,
         device="cpu", baselines=False,

@@ -69,14 +69,15 @@ def _results(given: Path) -> Classification | None:
 _HEAD, _OURS = 4096, b'name="generator" content="brimful"'
 
 
-def check_page(path: Path, name: str = "--output") -> None:
+def check_page(path: Path, name: str = "--output", *, made: Path | None = None) -> None:
     """Check that a page can be written, and replaces none but an earlier page of ours.
 
-    name: the option that gave it. Raises: OptionError.
+    name: the option that gave it. made: a folder that will be made before it is written. Raises: OptionError.
     """
     if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
         raise OptionError(f"{name} {printable(path)} is no name of a page", hint="let it end in .html")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
+    is_made = made is not None and not made.exists() and path.parent.absolute() == made.absolute()
+    if not is_made and not os.access(path.parent, os.W_OK | os.X_OK):
         raise OptionError(
             f"{name} {printable(path)}: {printable(path.parent)} is no folder that this user may write into",
             hint="give another folder, or make it first",
