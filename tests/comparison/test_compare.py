@@ -24,6 +24,7 @@ from brimful.core.evaluation import Evaluation
 from brimful.core.records import Learning, Lever, Machine, Recipe, from_json, to_json
 from brimful.reports.comparison_page import comparison_page
 from brimful.reports.comparison_text import comparison_text
+from classifications import RECORD
 from commands import Brimful, call
 from pages import Page
 from reports.test_run_page import HOSTILE, names_of, record, write_run
@@ -236,6 +237,23 @@ def test_many_runs_fit_on_a_page(tmp_path: Path) -> None:
     found = brimful.compare(*(tmp_path / str(number) / "run" for number in range(8)))
     assert [each.name for each in found.compared] == [f"{number}/run" for number in range(8)]
     Page(comparison_page(found)).check()
+
+
+def test_records_may_be_given_as_files(tmp_path: Path) -> None:
+    first, other = write_side(tmp_path / "first"), write_side(tmp_path / "other", seed=7)
+    found = brimful.compare(first / "run.json", other / "run.json")
+    assert found.paired == brimful.compare(first, other).paired != ()
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.json").write_text(to_json(guide_bench()), "utf-8")  # as --json of bench prints it
+    found = brimful.compare(tmp_path / "one.json", tmp_path / "two.json")
+    assert {each.kind for each in found.compared} == {"bench"}
+    assert found.rows
+    with pytest.raises(DataError, match="a bench is not compared with a run"):
+        brimful.compare(tmp_path / "one.json", first)
+    (tmp_path / "pass.json").write_text(to_json(RECORD), "utf-8")
+    with pytest.raises(DataError, match="it is the record of a classification alone") as caught:
+        brimful.compare(first, tmp_path / "pass.json")
+    assert "brimful evaluate" in (caught.value.hint or "")
 
 
 LOGS = [

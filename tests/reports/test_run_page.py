@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import brimful
+from benches import guide_bench
 from brimful.core import atomic_files
 from brimful.core.evaluation import Evaluation, Mistake
 from brimful.core.records import (
@@ -31,9 +32,13 @@ from brimful.core.records import (
     to_json,
 )
 from brimful.engine.scoring import evaluation_of
+from brimful.reports.bench_page import bench_page
+from brimful.reports.classification_page import classification_page
+from brimful.reports.evaluation_page import evaluation_page
 from brimful.reports.run_page import _tiles, run_page
 from brimful.reports.run_record import RunReport, read_record
 from brimful.tasks.scoring.choose import make_scorer
+from classifications import RECORD
 from pages import Page
 from tiny_files import save_base, write_reviews
 
@@ -298,6 +303,25 @@ def test_an_evaluation_has_its_page(tmp_path: Path) -> None:
     assert "The most confident mistakes" in page.text
 
 
+def test_records_may_be_given_as_files(tmp_path: Path) -> None:
+    """That of a run in its folder, others anywhere: each makes the page of its kind."""
+    run, evaluation = record(5)
+    folder = write_run(tmp_path / "run", run, evaluation)
+    assert brimful.report(folder / "run.json").read_bytes() == brimful.report(folder, tmp_path / "a.html").read_bytes()
+    assert (folder / "report.html").is_file()
+    classified = replace(RECORD, model="a model")
+    bench = guide_bench()
+    pages = {
+        "bench": (to_json(bench), bench_page(bench)),
+        "classified": (to_json(classified), classification_page(classified)),
+        "evaluated": (to_json(evaluation), evaluation_page(evaluation)),
+    }
+    for name, (text, page) in pages.items():
+        (tmp_path / f"{name}.json").write_text(text, "utf-8")
+        made = brimful.report(tmp_path / f"{name}.json", tmp_path / f"{name}.html")
+        assert made.read_text("utf-8") == page
+
+
 @pytest.mark.parametrize(
     ("given", "output", "said"),
     [
@@ -307,6 +331,9 @@ def test_an_evaluation_has_its_page(tmp_path: Path) -> None:
         (".", None, "there is no record of a run or of an evaluation"),
         (".", "page.txt", "--output page.txt is no name of a page"),
         ("rows.json", None, "it is no record of an evaluation"),
+        ("other.json", None, "it is no record of an evaluation (it lacks what one has)"),
+        ("trained.json", None, "it is the record of a run alone"),
+        ("compared.json", None, "it is the record of a comparison alone"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -314,6 +341,9 @@ def test_mistakes_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.json").write_text("[1, 2]")
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "trained.json").write_text(to_json(record(5)[0]), "utf-8")  # as --json of train prints it
+    (tmp_path / "compared.json").write_text('{"compared": [], "paired": []}')
     if given == "model":
         (tmp_path / "model").mkdir()
         (tmp_path / "run.json").write_text("{}")

@@ -18,6 +18,7 @@ from brimful.core.evaluation import MAIN_METRIC, Evaluation, Metric
 from brimful.core.options.checks import flag
 from brimful.core.options.compare import CompareOptions
 from brimful.core.options.train import NOT_PART_OF_THE_RUN
+from brimful.core.record_kinds import RUN, folder_of, kind_of
 from brimful.core.records import Machine, Recipe, Run, TaskName
 from brimful.reports.comparison_page import comparison_page
 from brimful.reports.run_record import RunReport, read_record
@@ -97,9 +98,11 @@ def _seed(options: CompareOptions) -> list[str]:
     return [] if options.seed == CompareOptions.seed else ["--seed", str(options.seed)]
 
 
-def _read(folder: Path, name: str) -> _Side:
+def _read(given: Path, name: str) -> _Side:
+    folder = folder_of(given)
     results = folder / RESULTS if folder.is_dir() else folder
-    if not (folder / "run.json").is_file() and results.name == RESULTS and results.is_file():
+    is_bench = (results.name == RESULTS and results.is_file()) or kind_of(results) == "bench"
+    if is_bench and not (folder / RUN).is_file():
         read = read_results(results)
         bench = Compared(name=name, folder=str(folder), kind="bench", device=read.device, recommended=read.recommended)
         return _Side(compared=bench, settings=read.settings, rows=read.rows)

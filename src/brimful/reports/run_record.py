@@ -18,13 +18,21 @@ from brimful.core.bench import is_begun_bench
 from brimful.core.errors import DataError, did_you_mean, first_line, printable
 from brimful.core.evaluation import Evaluation
 from brimful.core.manifest import MANIFEST
+from brimful.core.record_kinds import RUN, folder_of, kind_of
 from brimful.core.records import Processes, Run, from_json
 
 T = TypeVar("T")
 
 #: Points of a curve; more are drawn as means.
 _MOST_POINTS = 300
-_RUN, _EVENTS, _EVALUATION = "run.json", "events.jsonl", "evaluation.json"
+_EVENTS, _EVALUATION = "events.jsonl", "evaluation.json"
+#: Records that are neither, by their kinds, in words; and what to give in their place.
+_OTHERS = {
+    "run": ("a run", "give the folder of the run"),
+    "classification": ("a classification", "score its answers first: brimful evaluate ANSWERS --output FOLDER"),
+    "bench": ("a bench", "give the folder of the bench"),
+    "comparison": ("a comparison", "give what was compared; --html makes its page"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +103,8 @@ def read_record(given: Path) -> RunReport | Evaluation:
 
     Raises: DataError where there is none, or one that cannot be read.
     """
-    path = given.expanduser()
-    if (path / _RUN).is_file():
+    path = folder_of(given.expanduser())
+    if (path / RUN).is_file():
         try:
             return _run_report(path)
         except (ValueError, KeyError, TypeError) as error:
@@ -106,6 +114,8 @@ def read_record(given: Path) -> RunReport | Evaluation:
     if not file.is_file():
         said, hint = _without_record(path)
         raise DataError(said, file=str(given), hint=hint)
+    if (other := _OTHERS.get(kind_of(file) or "")) is not None:
+        raise DataError(f"it is the record of {other[0]} alone", file=str(given), hint=other[1])
     return _read(Evaluation, file)
 
 
@@ -118,11 +128,11 @@ def _without_record(path: Path) -> tuple[str, str]:
         return "there is no such folder", meant or "give the folder that --output of the command named"
     if is_begun_bench(path):
         return "it is a bench without rows: none was measured yet", "the same command goes on; raise its --budget-s"
-    if (path.parent / _RUN).is_file():
+    if (path.parent / RUN).is_file():
         return "it is no record, but a part of a run", f"did you mean {printable(path.parent, 200)}?"
     if (path / MANIFEST).is_file():
         return "it holds answers of classify", f"score them first: brimful evaluate {shown} --output FOLDER"
-    return "there is no record of a run or of an evaluation", f"a run has {_RUN}, an evaluation {_EVALUATION}"
+    return "there is no record of a run or of an evaluation", f"a run has {RUN}, an evaluation {_EVALUATION}"
 
 
 def _run_report(folder: Path) -> RunReport:
@@ -148,7 +158,7 @@ def _run_report(folder: Path) -> RunReport:
     begun = max((place for place, event in enumerate(events) if event.get("kind") == "resumed"), default=0)
     shared = [event for event in events[begun:] if event.get("kind") == "processes"]
     evaluation = folder / _EVALUATION
-    run = _read(Run, folder / _RUN)
+    run = _read(Run, folder / RUN)
     last_step = max((int(event.get("step", 0)) for event in events), default=0)
     return RunReport(
         run=run,
@@ -192,7 +202,8 @@ def _read(kind: type[T], file: Path) -> T:
     try:
         return from_json(kind, file.read_text("utf-8"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        said = f"it is no record of {'a run' if kind is Run else 'an evaluation'} ({first_line(error)})"
+        why = first_line(error) if isinstance(error, OSError | ValueError) else "it lacks what one has"
+        said = f"it is no record of {'a run' if kind is Run else 'an evaluation'} ({why})"
         raise DataError(said, file=str(file), hint="give the folder of a run") from error
 
 

@@ -11,6 +11,8 @@ from brimful.core.classification import Classification
 from brimful.core.errors import DataError, OptionError, printable
 from brimful.core.evaluation import Evaluation
 from brimful.core.manifest import MANIFEST, MANIFEST_SUFFIX, read_manifest
+from brimful.core.record_kinds import kind_of
+from brimful.core.records import from_json
 from brimful.reports.bench_page import bench_page
 from brimful.reports.classification_page import classification_page
 from brimful.reports.evaluation_page import evaluation_page
@@ -23,7 +25,8 @@ def report(run: str | Path, output: str | Path | None = None) -> Path:
     """Write a page about a run, finished or under way, an evaluation, a classification or a bench; return its path.
     Loads no torch.
 
-    run: folder of a run, of a bench or of an evaluation, or its JSON file; results of classify, a folder or a file.
+    run: folder of a run, of a bench or of an evaluation, or its JSON file; results of classify, a folder or a file; or
+    what `--json` of evaluate, of classify or of bench printed.
     output: the page; default report.html in the folder, in one of results _report.html, which readers of it pass over.
     Raises: BrimfulError.
     """
@@ -35,7 +38,10 @@ def report(run: str | Path, output: str | Path | None = None) -> Path:
     name = "_report.html" if results is not None and given.is_dir() else "report.html"
     path = (given if given.is_dir() else given.parent) / name if output is None else Path(output)
     check_page(path)
-    bench = read_bench(given) if given.is_dir() else None
+    kind = kind_of(given) if given.is_file() and results is None else None
+    if kind == "classification":
+        results = from_json(Classification, given.read_text("utf-8"))
+    bench = read_bench(given) if given.is_dir() or kind == "bench" else None
     if results is not None:
         page = classification_page(results)
     elif bench is not None:

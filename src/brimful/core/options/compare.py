@@ -13,7 +13,7 @@ class CompareOptions:
     """Folders of runs, of evaluations or of benches, side by side."""
 
     folders: tuple[str, ...]
-    """Folders of runs, finished or under way, records of evaluations, or folders of benches: two or more."""
+    """Folders of runs, finished or under way, of evaluations or of benches, or their JSON files: two or more."""
     html: str | None = None
     """Also write the comparison as a page, a name that ends in .html."""
     seed: int = 42

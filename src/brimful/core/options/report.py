@@ -13,8 +13,8 @@ class ReportOptions:
     """A page about a run, from what is in its folder."""
 
     run: str
-    """Folder of a run, finished or under way, of a bench, or of an evaluation; or the JSON file of an evaluation; or
-    what classify wrote, a folder or a file."""
+    """Folder of a run, finished or under way, of a bench, or of an evaluation; or its JSON file; or what classify
+    wrote, a folder or a file."""
     output: str | None = None
     """The page, a name that ends in .html. Default: report.html in the folder, in one of classify's _report.html."""
     report_to: str = "none"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from brimful.core import atomic_files
 from brimful.core.errors import BrimfulError, DataError, OutputError, listed, printable
+from brimful.core.record_kinds import RUN, folder_of
 from brimful.core.trackers import TrackerFailure, Trackers, tracker_names
 from brimful.integrations.trackers.run_log import is_sending, read_sent, state_path
 
@@ -112,8 +113,8 @@ def send_run(run: str | Path, report_to: str) -> dict[str, str | None]:
     Raises: DataError where there is no run, and where another process sends it to one of them; OutputError for trackers
     that failed, after all others are done.
     """
-    folder = Path(run).expanduser()
-    if not (folder / "run.json").is_file():
+    folder = folder_of(Path(run).expanduser())
+    if not (folder / RUN).is_file():
         raise DataError("there is no record of a run", file=str(run), hint="--report-to wants the folder of a run")
     if busy := [name for name in tracker_names(report_to) if is_sending(state_path(folder, name))]:
         said = f"the run is being sent to {listed(busy)} by another process already"
