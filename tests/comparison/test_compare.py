@@ -256,6 +256,22 @@ def test_records_may_be_given_as_files(tmp_path: Path) -> None:
     assert "brimful evaluate" in (caught.value.hint or "")
 
 
+def test_long_names_are_told_apart_and_small_ratios_are_not_nothing(tmp_path: Path) -> None:
+    ends = ("start " * 9 + "one", "start " * 9 + "two", "start " * 4 + "here " + "end " * 9, "start " * 4 + "end " * 9)
+    slow = {"a": 1000.0, "b": 3.4}
+    for folder, rate in slow.items():
+        (tmp_path / folder).mkdir()
+        rows = [{"work": name, "samples_per_s": rate} for name in ends]
+        (tmp_path / folder / "results.json").write_text(json.dumps(rows), "utf-8")
+    found = brimful.compare(*(tmp_path / folder for folder in slow))
+    text = comparison_text(found)
+    shown = [line.split("  ")[1] for line in text.splitlines() if line.startswith("  start")]
+    assert len(set(shown)) == 4
+    assert max(map(len, shown)) <= 36
+    assert "3.4, x 0.0034" in text
+    assert "x 0.0034" in comparison_page(found)
+
+
 LOGS = [
     {"work": "tweets", "side": "hf", "samples_per_s": 10.0, "samples_per_s_range": [9.0, 11.0], "nvml_bytes": 1 << 30},
     {"work": "tweets", "side": "brimful", "samples_per_s": 40.0, "peak_reserved_bytes": 1 << 30},

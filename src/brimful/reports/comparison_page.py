@@ -25,6 +25,7 @@ from brimful.reports.comparison_text import (
     overview_rows,
     paired_rows,
     paired_title,
+    ratio_text,
 )
 from brimful.reports.page import environment, render
 
@@ -109,7 +110,7 @@ def _bench_bars(record: Comparison) -> Chart | None:
         if first is not None and other is not None and first.samples_per_s and other.samples_per_s:
             ratio = other.samples_per_s / first.samples_per_s
             mark = "*" if first.disturbed or other.disturbed else ""
-            bars.append(Bar(row.name, ratio, f"x {ratio:.2f}{mark}", strong=ratio >= 1))
+            bars.append(Bar(row.name, ratio, f"{ratio_text(ratio)}{mark}", strong=ratio >= 1))
     if not bars:
         return None
     names = record.compared[last].name, record.compared[0].name

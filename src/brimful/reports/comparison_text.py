@@ -13,7 +13,7 @@ from brimful.core.evaluation import LOWER_IS_BETTER, METRIC_NAMES, Metric
 from brimful.core.units import bytes_text, count_text, seconds_text
 from brimful.reports.bench_text import rate_text
 from brimful.reports.evaluation_text import interval_text, metric_text
-from brimful.reports.text_columns import aligned, fitted
+from brimful.reports.text_columns import aligned, fitted, told_apart
 
 _NAME, _VALUE = 36, 34
 #: Parts of the settings, by their headings.
@@ -28,7 +28,7 @@ UNKNOWN = "–"
 
 def comparison_text(record: Comparison) -> str:
     """The whole comparison, without a line break at its end."""
-    heading = ["", *(fitted(each.name, _VALUE) for each in record.compared)]
+    heading = ["", *told_apart([each.name for each in record.compared], _VALUE)]
     parts = [[f"warning: {printable(each, 500)}" for each in record.warnings]]
     parts += [_block("Compared", heading, overview_rows(record)), _block("Metrics", heading, metric_rows(record))]
     parts += [_paired(record, each) for each in record.paired]
@@ -180,7 +180,8 @@ def difference_rows(differences: Sequence[Difference], part: str) -> list[tuple[
 def _block(title: str, heading: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     if not rows:
         return []
-    cut = [(fitted(row[0], _NAME), *(fitted(cell, _VALUE) for cell in row[1:])) for row in rows]
+    names = told_apart([row[0] for row in rows], _NAME)
+    cut = [(name, *(fitted(cell, _VALUE) for cell in row[1:])) for name, row in zip(names, rows, strict=True)]
     return [title, *(f"  {line}" for line in aligned([heading, *cut]))]
 
 
@@ -213,7 +214,12 @@ def _cells(
 
 def _with_ratio(value: float | None, first: float | None, said: str, place: int) -> str:
     """Text of a value with its ratio to the first: not of the first itself."""
-    return f"{said}, x {value / first:.2f}" if first and place and value is not None else said
+    return f"{said}, {ratio_text(value / first)}" if first and place and value is not None else said
+
+
+def ratio_text(ratio: float) -> str:
+    """`x 1.50`; of a small one two digits that are not 0."""
+    return f"x {ratio:.2f}" if ratio >= 0.1 or not ratio else f"x {ratio:.2g}"
 
 
 def _metric(name: str, metric: Metric | None) -> str:

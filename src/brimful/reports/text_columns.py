@@ -17,10 +17,19 @@ def fitted(text: str, columns: int) -> str:
 
 
 def told_apart(names: Sequence[str], columns: int) -> list[str]:
-    """Names cut to so many columns; those that would read alike keep their ends, too."""
+    """Names cut to so many columns; those that would read alike keep their ends, too, and have numbers where these are
+    alike as well."""
     short = [fitted(name, columns) for name in names]
     counts = Counter(short)
-    return [cut if counts[cut] == 1 else _with_end(name, columns) for name, cut in zip(names, short, strict=True)]
+    cut = [text if counts[text] == 1 else _with_end(name, columns) for name, text in zip(names, short, strict=True)]
+    alike = Counter(text for _, text in dict.fromkeys(zip(names, cut, strict=True)))
+    numbers = Counter[str]()
+    for place, text in enumerate(cut):
+        if alike[text] > 1:
+            numbers[text] += 1
+            number = f" ({numbers[text]})"
+            cut[place] = fitted(text, columns - len(number)) + number
+    return cut
 
 
 def _with_end(name: str, columns: int) -> str:
