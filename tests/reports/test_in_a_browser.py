@@ -134,7 +134,7 @@ def with_texts(number: int, label: str) -> tuple[Run, Evaluation]:
 
 
 def frames_in(folder: Path, *words: str) -> list[dict[str, Any]]:
-    """What frames.html says of the pages in it, on whose console is nothing."""
+    """Facts about the pages in frames.html, on whose console is nothing."""
     done = browse(folder, *words, "--virtual-time-budget=5000", "--dump-dom", (folder / "frames.html").as_uri())
     title = re.search(r"<title>(.*?)</title>", done.stdout)
     assert title is not None

@@ -304,7 +304,7 @@ def test_an_evaluation_has_its_page(tmp_path: Path) -> None:
 
 
 def test_records_may_be_given_as_files(tmp_path: Path) -> None:
-    """That of a run in its folder, others anywhere: each makes the page of its kind."""
+    """Each makes the page of its kind: that of a run in its folder, others anywhere."""
     run, evaluation = record(5)
     folder = write_run(tmp_path / "run", run, evaluation)
     assert brimful.report(folder / "run.json").read_bytes() == brimful.report(folder, tmp_path / "a.html").read_bytes()
