@@ -311,6 +311,7 @@ def test_a_disk_without_room_for_answers_costs_these_alone(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_full(*given: Any) -> int:
+        (tmp_path / "run" / "predictions.parquet").write_bytes(b"of an evaluation before")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     callbacks, whole = Warned(), atomic_files.write_all
@@ -321,5 +322,6 @@ def test_a_disk_without_room_for_answers_costs_these_alone(
     assert (run.status, atomic_files.write_all) == ("finished", whole)
     assert values(evaluation(tmp_path))["accuracy"] == pytest.approx(run.metrics["accuracy"])
     assert not (tmp_path / "run" / "predictions.parquet").exists()
+    assert evaluation(tmp_path).predictions is None
     (said,) = (text for text in callbacks.said if "not saved" in text)
     assert said.startswith(f"the answers to its rows are not saved: cannot write {tmp_path / 'run'}: No space left")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,15 +109,17 @@ def final_evaluation(
         recipe=run.recipe,
         machine=run.machine,
     )
-    files: dict[str, Callable[[], None]] = {
-        "the evaluation is": lambda: atomic_files.write_bytes(folder / RECORD, to_json(record).encode()),
-        "the answers to its rows are": lambda: scores.write(folder / PREDICTIONS, evaluation),
-    }
-    for what, write in files.items():
-        try:
-            write()
-        except (OutputError, DiskFullError) as error:
-            callbacks.warning(f"{what} not saved: {error}")
+    try:
+        scores.write(folder / PREDICTIONS, evaluation)
+    except (OutputError, DiskFullError) as error:
+        callbacks.warning(f"the answers to its rows are not saved: {error}")
+        with suppress(OSError):  # those of an evaluation before this one
+            (folder / PREDICTIONS).unlink(missing_ok=True)
+        record = replace(record, predictions=None)
+    try:
+        atomic_files.write_bytes(folder / RECORD, to_json(record).encode())
+    except (OutputError, DiskFullError) as error:
+        callbacks.warning(f"the evaluation is not saved: {error}")
     return record
 
 
