@@ -145,15 +145,15 @@ class Optimizer(Lever):
             check_savings(assembly, asked.savings)
             reason = f"asked for: torch's fused kernel, a bucket of weights at a time; {described(asked.savings)}"
         if asked.named is not None:
+            ours = decides_on_device(asked.value, assembly.device, (asked.beta1, asked.beta2))
             reason = "asked for; as transformers' Trainer makes it, fp32 weights"
+            if ours and asked.named.package == "bitsandbytes":
+                reason = "asked for; bitsandbytes' states, updated by our kernel, fp32 weights"
             reason += ", embeddings with states in 32 bits" if asked.value in WITH_32_BITS else ""
             if asked.named.package == "schedulefree":
                 reason += f"; learning rate {assembly.options.lr_scheduler_type}, and weights are averaged"  # type: ignore[union-attr]
             reason += "; not paged on a CPU" if "paged" in asked.value and assembly.device.type == "cpu" else ""
-            if not decides_on_device(asked.value, assembly.device, (asked.beta1, asked.beta2)):
-                reason += "; the host waits for each step's gradient"
-            elif asked.named.package == "bitsandbytes":
-                reason += "; states of bitsandbytes, updated by our kernel"
+            reason += "" if ours else "; the host waits for each step's gradient"
         cut, together = _cut(assembly), assembly.find(DataParallel)
         if cut != "none":
             where = " in host memory" if asked.savings is not None else ""

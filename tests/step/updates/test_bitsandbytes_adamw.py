@@ -18,6 +18,9 @@ from brimful.step.state import ParameterState
 from brimful.step.updates import rounded_kernels
 from brimful.step.updates.bitsandbytes_adamw import LEAST, BitsandbytesAdamW
 from brimful.step.updates.moments import shares_of
+from levers.test_named_optimizers import make_step
+from step.test_step import ROWS, snapshot
+from tiny import FAMILIES
 
 BETAS, EPSILON, RATE, DECAY = (0.9, 0.98), 1e-8, 1e-2, 0.1
 CPU = torch.device("cpu")
@@ -166,3 +169,37 @@ def test_it_is_made_where_kernels_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fused.defaults["fused"] is True
     assert all(each._step_supports_amp_scaling for each in (ours, fused))
     assert [group["weight_decay"] for group in ours.param_groups] == [DECAY, 0.0]
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["theirs", "ours"])
+def test_a_run_is_gone_on_with_by_either(monkeypatch: pytest.MonkeyPatch, begins: bool) -> None:
+    """Embeddings' states with it, which torch's AdamW has in another form each."""
+    pytest.importorskip("bitsandbytes")
+    found = {}
+    for goes_on in (begins, not begins):
+        monkeypatch.setattr(rounded_kernels, "can_launch", lambda device, betas: begins)
+        stopped = make_step("adamw_bnb_8bit", FAMILIES["bert"].model(hidden_size=64))
+        assert stopped.update.on_device == begins
+        for number in range(4):
+            stopped.run(ROWS.batch(number)).read()
+        saved = snapshot(stopped)
+        monkeypatch.setattr(rounded_kernels, "can_launch", lambda device, betas, ours=goes_on: ours)
+        resumed = make_step("adamw_bnb_8bit", FAMILIES["bert"].model(3, hidden_size=64))
+        resumed.load_state(saved)
+        found[goes_on] = [resumed.run(ROWS.batch(number)).read().loss for number in range(4, 8)]
+    assert found[True] == pytest.approx(found[False], rel=2e-2)
+    assert "fused" not in saved.groups[-1]
+
+
+def test_weights_in_another_order_of_memory_are_those_of_their_gradients() -> None:
+    found = []
+    for turned in (False, True):
+        torch.manual_seed(0)
+        drawn, gradient = torch.randn(80, 90), torch.randn(80, 90)
+        weight = nn.Parameter(drawn.t().contiguous().t() if turned else drawn)
+        optimizer = BitsandbytesAdamW([weight], torch.tensor(RATE), betas=BETAS, eps=EPSILON, shares=shares())
+        for _ in range(3):
+            weight.grad = gradient.clone()
+            optimizer.step()
+        found.append(weight.detach())
+    assert torch.equal(*found)

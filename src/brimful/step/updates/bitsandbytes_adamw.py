@@ -56,6 +56,8 @@ class BitsandbytesAdamW(torch.optim.Optimizer):
             counts = [self._state_of(parameter)["step"] for parameter in used]
             torch._foreach_add_(counts, [1.0 - self._skipped] * len(counts))
             for parameter, count in zip(used, counts, strict=True):
+                if not parameter.is_contiguous():  # as bitsandbytes does: numbers are read in the order of memory
+                    parameter.data = parameter.data.contiguous()
                 given = (parameter, parameter.grad, self._moments_of(parameter), count, self._scale)
                 self._kernels.update(0, *given, group["weight_decay"])
 

@@ -14,6 +14,9 @@ from brimful.step.state import ParameterState
 from brimful.step.updates.torchao_states import is_of_torchao, make_states
 from brimful.step.updates.update import Graphs, Update
 
+#: Settings of torch's optimizers that say how a step is computed, and not what: a run is gone on with in any form.
+_FORMS = ("foreach", "fused", "capturable", "differentiable")
+
 
 class TorchUpdate(Update):
     """`Update` by optimizers that `make` makes, given the () learning rate that they may read at each step.
@@ -215,7 +218,10 @@ class TorchUpdate(Update):
             if name in state and self._own_states:
                 state[name].fill(self._kept(parameter))
             elif name in state:
-                self._holder(parameter).state[parameter] = state[name].restored(parameter)
+                kept = state[name].restored(parameter)
+                if self.on_device and "step" in kept:  # of a run whose host counted steps
+                    kept["step"] = torch.as_tensor(kept["step"], dtype=torch.float32, device=parameter.device)
+                self._holder(parameter).state[parameter] = kept
             if name in used and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self._clear([self.named[name] for name in self.named if name in used])
@@ -234,7 +240,7 @@ class TorchUpdate(Update):
         return [group for each in self._optimizers for group in each.param_groups]
 
     def _groups(self) -> tuple[Mapping[str, Any], ...]:
-        left_out = {"params", "lr"}
+        left_out = {"params", "lr", *_FORMS}
         return tuple(
             {key: value for key, value in group.items() if key not in left_out and not isinstance(value, Tensor)}
             for group in self._all_groups()
@@ -242,4 +248,5 @@ class TorchUpdate(Update):
 
     def _load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         for group, saved in zip(self._all_groups(), groups, strict=False):
-            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()})
+            kept = {key: value for key, value in saved.items() if key not in _FORMS}
+            group.update({key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()})
