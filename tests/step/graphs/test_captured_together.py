@@ -13,11 +13,12 @@ import torch
 
 from brimful.core.place import Place
 from brimful.hardware.memory import CaptureMemoryError
-from brimful.hardware.ranks import joined
+from brimful.hardware.ranks import Ranks, joined
 from brimful.step.graphs import cache, captured_step
 from brimful.step.graphs.cache import Graph, GraphCache
 from brimful.step.graphs.captured_step import CapturedStep
 from brimful.step.step import Step
+from brimful.step.updates import update
 from forked_ranks import Forked
 from step.test_ranks import CPU, Case, trained
 
@@ -83,6 +84,30 @@ def _raiser(error: Exception) -> Callable[..., None]:
     return fail
 
 
+class Recording(Pool):
+    """Runs what it records, as captures do: what is sent is recorded, and what hosts ask of one another is not."""
+
+    def record(self, compute: Callable[[], Any]) -> tuple[Any, Any]:
+        number, Pool.num_recorded = Pool.num_recorded, Pool.num_recorded + 1
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("begin_sum", "begin_exchange", "begin_scattered_sum", "begin_gather"):
+                patch.setattr(Ranks, name, lambda *_: lambda: None)
+            patch.setattr(Ranks, "sum", lambda *_: None)
+            patch.setattr(update, "is_capturing", lambda: True)
+            if number in self.refusals:
+                patch.setattr(CapturedStep, "backward", _after(CapturedStep.backward, self.refusals[number]))
+            compute()
+        return Later(compute), None
+
+
+def _after(work: Callable[..., Any], error: Exception) -> Callable[..., None]:
+    def fail(*given: Any) -> None:
+        work(*given)
+        raise error
+
+    return fail
+
+
 def run(ranks: Any, case: Case, refusals: dict[int, Exception], *, refused: bool = False) -> dict[str, Any]:
     """As `trained`, twice over the batches, captured from the second time on. refused: before processes meet."""
     Pool.refusals, Pool.num_recorded, notes = refusals, 0, list[str]()
@@ -112,6 +137,30 @@ def work(place: Place) -> list[Any]:
         found.append(run(ranks, SINGLE, {}, refused=place.rank == 0))
         Pool.midway = True
         return [*found, run(ranks, SEVERAL, {2: RuntimeError("not permitted")} if here else {})]
+
+
+def work_recorded(place: Place) -> list[Any]:
+    """One runs out of memory in a capture that the other comes to the end of; all are refused one."""
+    with pytest.MonkeyPatch.context() as patch, joined(place, CPU) as ranks:
+        patch.setattr(captured_step, "GraphPool", Recording)
+        patch.setattr(cache, "Graph", Replayed)
+        found: list[Any] = []
+        try:
+            run(ranks, SEVERAL, {2: CaptureMemoryError("no room")} if place.rank == 1 else {})
+        except CaptureMemoryError as error:
+            found.append(str(error))
+        for case in (Case(sharding="states"), Case(sharding="gradients", adamw=True)):
+            found += [trained(ranks, case, rounds=2), run(ranks, case, {0: RuntimeError("not permitted")})]
+        return found
+
+
+def test_a_capture_that_fails_keeps_nobody_waiting_and_leaves_no_gradient(tmp_path: Path) -> None:
+    for full, *courses in Forked(tmp_path, 2, work_recorded).results():
+        assert full == "no room" or full.endswith("out of memory")
+        for eager, refused in (courses[:2], courses[2:]):
+            assert torch.equal(torch.from_numpy(eager["weights"]), torch.from_numpy(refused["weights"]))
+            assert eager["told"] == refused["told"]
+            assert len(refused["notes"]) == 1
 
 
 def work_in_parts(place: Place) -> list[Any]:

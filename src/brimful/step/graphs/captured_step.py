@@ -283,8 +283,7 @@ class CapturedStep(Step):
         if any(self.ranks.any([graph is None])):
             if graph is not None:
                 self._graphs.stop("a graph was refused in another process")
-            if self.update.gathers_weights:
-                self.update.abandon()
+            self.update.abandon()  # gradients that were never computed
             return None
         return graph
 
@@ -295,11 +294,11 @@ class CapturedStep(Step):
             sums.arm()
         try:
             rows_S = self.backward(micro.over(static))
+            self.reduce()
         except BaseException:  # other processes may have come to the end of theirs, and none has sent anything
             if sums is not None:
                 sums.disarm()
             raise
-        self.reduce()
         return rows_S
 
     def release(self, *, together: bool = True) -> None:

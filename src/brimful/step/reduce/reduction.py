@@ -89,6 +89,7 @@ class Reduction:
     def disarm(self) -> None:
         """Begin no sums within the next backward pass: the one that they were to begin in has failed."""
         self._overlap.disarm()
+        self._endings.clear()
 
     def finish(self) -> None:
         """Begin the sums that were not begun, and have all of them before what is launched from now on."""

@@ -190,6 +190,11 @@ class PeerParts(OwnParts):
         self._met.clear()
         super().arm()
 
+    def disarm(self) -> None:
+        """As `Reduction` has it."""
+        self._met.clear()
+        super().disarm()
+
     def finish(self) -> None:
         """As `Reduction` has it."""
         super().finish()

@@ -17,7 +17,7 @@ from brimful.hardware.ranks import Ranks
 from brimful.step.reduce.scattered import ScatteredReduction, Segment, own_part, own_segments
 from brimful.step.state import ParameterState, StepState
 from brimful.step.updates.own_state import own_state, owned
-from brimful.step.updates.update import Update
+from brimful.step.updates.update import Update, used_by_all
 
 #: Numbers whose squares are summed in fp64 at once: of a part of a billion weights it would be 16 bytes for each.
 _SQUARED = 1 << 24
@@ -66,7 +66,8 @@ class ShardedUpdate(Update):
         """As `Update` has it; of the sums of gradients, this process has its part."""
         self._scattered.finish()
         ranks = self._scattered.ranks
-        used = ranks.any([index in self._scattered.used for index in range(len(self.parameters))])
+        has = [index in self._scattered.used for index in range(len(self.parameters))]
+        used = used_by_all(ranks, has, self._used_so_far)
         self._scattered.used = {index for index, is_used in enumerate(used) if is_used}
         ranks.sum([self.loss])
 

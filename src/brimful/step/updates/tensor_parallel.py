@@ -20,6 +20,7 @@ from brimful.hardware.ranks import Ranks
 from brimful.models.packed.cut_check import CutCheck
 from brimful.models.tensor_plan import TensorPlan, Undo, cut_as, local, part_like
 from brimful.step.updates.parts import PartsUpdate, sum_together
+from brimful.step.updates.update import used_by_all
 
 
 class TensorParallelUpdate(PartsUpdate):
@@ -58,7 +59,7 @@ class TensorParallelUpdate(PartsUpdate):
     def reduce(self) -> None:
         """As `Update` has it: each number once."""
         ranks = self._shared_ranks
-        used = ranks.any([parameter.grad is not None for parameter in self.parameters])
+        used = used_by_all(ranks, [parameter.grad is not None for parameter in self.parameters], self._used_so_far)
         self._sums = {index: self._gradient(index) for index, is_used in enumerate(used) if is_used}
         self._used |= set(self._sums)
         whole = [self.loss]

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from brimful.hardware.capture import is_capturing
 from brimful.hardware.ranks import Ranks
 from brimful.kernels.side_stream import SideStream
 from brimful.measurement.memory import Kept
@@ -90,6 +91,7 @@ class Update:
         self.applied = torch.zeros((), dtype=torch.int64, device=device)
         self.scale = torch.full((), _FIRST_SCALE if scaled else 1.0, dtype=torch.float32, device=device)
         self.growth = torch.zeros((), dtype=torch.int32, device=device)
+        self._used_so_far = set[int]()  # parameters that some process had a gradient of, by number
         for parameter in self.parameters:
             parameter.grad = None  # made by the first backward: what a model does not use is never decayed
 
@@ -168,7 +170,7 @@ class Update:
         assert self._shared_arena is not None
         self.reduction.finish()
         ranks = self.reduction.ranks
-        used = ranks.any([parameter.grad is not None for parameter in self.parameters])
+        used = used_by_all(ranks, [parameter.grad is not None for parameter in self.parameters], self._used_so_far)
         for parameter, view, is_used in zip(self.parameters, self._shared_arena.views, used, strict=True):
             parameter.grad = view if is_used else None
         ranks.sum([self.loss])
@@ -335,3 +337,18 @@ class Update:
 
     def _load_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take up what `_groups` gave."""
+
+
+def used_by_all(ranks: Ranks, used: Sequence[bool], so_far: set[int]) -> list[bool]:
+    """Return which parameters have a gradient in some process. so_far: those that had one, which are added to.
+
+    In a capture no process waits for another, which may be refused: what steps so far have used is taken, as each shape
+    ran before. Raises: RuntimeError if it is not all.
+    """
+    if not is_capturing():
+        found = ranks.any(used)
+        so_far |= {index for index, is_used in enumerate(found) if is_used}
+        return found
+    if any(is_used and index not in so_far for index, is_used in enumerate(used)):
+        raise RuntimeError("a parameter is used that no step before has used")
+    return [index in so_far for index in range(len(used))]
