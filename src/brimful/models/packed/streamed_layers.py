@@ -275,7 +275,8 @@ class StreamedLayers:
     def _fetch(self, number: int, toward: int) -> None:
         """Begin to bring a layer's weights to the piece that they are used from, unless they are there."""
         place = number % len(self.pieces)
-        if self._inside[place] == number:
+        before = self._inside[place]
+        if before == number:
             return
         self._inside[place] = None
         home = self._store.take(number, self._following(number, toward))
@@ -287,7 +288,9 @@ class StreamedLayers:
             self._use(self._inward)
             if self._free[place] is None:  # whatever had the piece before, it is done with what was launched so far
                 self._inward.wait_stream(torch.cuda.current_stream(self._device))
-            for event in (self._free[place], self._kept.get(number)):
+            # What was there may have been used again after it was changed, and be on its way to where it is kept yet.
+            left = None if before is None else self._kept.get(before)
+            for event in (self._free[place], left, self._kept.get(number)):
                 if event is not None:
                     self._inward.wait_event(event)
             with torch.cuda.stream(self._inward):
