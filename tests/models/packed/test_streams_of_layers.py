@@ -1,4 +1,4 @@
-"""The order of copies of streamed weights on a GPU's streams: no copy writes where another one, or a layer, yet reads."""
+"""The order of copies of streamed weights on a GPU's streams: none writes where another one, or a layer, yet reads."""
 
 from __future__ import annotations
 
