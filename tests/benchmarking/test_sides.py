@@ -43,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_reviews(path / "reviews.csv", 36)
     rows = [(f"the film was long {i}", i % 2, (i // 2) % 2) for i in range(24)]
     write_csv(path / "several.csv", ("text", "good", "bad"), rows)
+    write_csv(path / "numbers.csv", ("text", "price"), [(f"a film of {i} parts", 150.5 + 7 * i) for i in range(24)])
     return path
 
 
@@ -86,6 +87,14 @@ def test_the_losses_of_both_sides_are_equal(folder: Path, data: str | None) -> N
         assert parts["optimizer_states"] >= 2 * parts["weights"] * 0.9
         assert (each.arithmetic, each.precision) == ("exact", "fp32")
         assert each.first_step_s
+
+
+def test_both_sides_scale_targets_of_a_regression_as_train_does(folder: Path) -> None:
+    asked = options(folder, "numbers.csv", new_head=True, learning_rate=1e-2, label_column="price", task="regression")
+    one, other = ours(asked), theirs(asked)
+    assert one.loss == pytest.approx(other.loss, rel=1e-4)
+    assert one.loss is not None
+    assert one.loss < 20  # of targets that average 231
 
 
 def test_accumulation_of_trainer_is_said_and_its_loss_is_the_mean(folder: Path) -> None:

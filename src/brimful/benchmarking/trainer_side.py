@@ -118,6 +118,9 @@ class _Rows(Dataset[Any]):
         part, self._random = work.prepared.training, work.random
         self._samples = np.concatenate([work.samples(number) for number in range(steps.total)])
         self._tokens, self._targets = part.tokens, dense(taken(part.targets_N, self._samples))
+        if (scale := work.prepared.target_scale) is not None:  # as our side's loss has them
+            self._targets = (self._targets.reshape(len(self._samples), -1) - scale.centers) / scale.spread
+            self._targets = self._targets[:, 0] if len(scale.centers) == 1 else self._targets
         self._floating = work.prepared.space.task != "single_label"
 
     def __len__(self) -> int:

@@ -112,7 +112,7 @@ class BenchOptions:
     def train_options(self, **settings: object) -> TrainOptions:
         """The options of train that a row of these settings has. Raises: OptionError for settings that do not fit."""
         shared = {name: getattr(self, name) for name in OF_TRAIN}
-        fixed = {"eval_split": 0.0, "max_steps": LONG_RUN, "target_scaling": "off", "baselines": False}
+        fixed = {"eval_split": 0.0, "max_steps": LONG_RUN, "baselines": False}
         given = {"data": self.data or "", "model": self.model, "output": ""}
         return TrainOptions(**{**given, **shared, **fixed, **settings})  # type: ignore[arg-type]
 
