@@ -97,6 +97,12 @@ def test_both_sides_scale_targets_of_a_regression_as_train_does(folder: Path) ->
     assert one.loss < 20  # of targets that average 231
 
 
+def test_sequences_longer_than_the_model_reads_are_named_by_shape(folder: Path) -> None:
+    with pytest.raises(OptionError, match=r"^--shape is 16x99999, and .* has positions for \d+ tokens") as caught:
+        make_work(options(folder, None, shape="16x99999"), Callbacks())
+    assert "--max-length" not in (caught.value.hint or "")
+
+
 def test_accumulation_of_trainer_is_said_and_its_loss_is_the_mean(folder: Path) -> None:
     asked, listener = options(folder), Heard()
     plain = theirs(asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -11,7 +12,6 @@ from typing import Any, get_args, get_type_hints
 from brimful.core.bench import RECOMMENDED, Row
 from brimful.core.errors import OptionError, did_you_mean, printable
 from brimful.core.options.bench import BenchOptions
-from brimful.core.options.checks import flag
 from brimful.core.options.train import TrainOptions
 
 #: Settings that a row may have: how a step is run, and what is learned by it. Data, seed and lengths are the bench's.
@@ -246,15 +246,34 @@ def _asked(options: BenchOptions, text: str, precision: str) -> list[Row]:
             known = did_you_mean(name, SETTINGS) or "the levers are " + ", ".join(SETTINGS)
             raise OptionError(f"--rows has '{printable(name)}', which is no lever", hint=known)
         if name in named:
-            raise OptionError(f"--rows has {flag(name)} twice in '{printable(text)}'", hint="name each lever once")
+            raise OptionError(f"--rows has {name} twice in '{printable(text)}'", hint="name each lever once")
         settings[name] = _value(name, value.strip())
         named.add(name)
     settings |= _pieces(settings, options.batch_size)
-    options.train_options(**settings)
+    _check(options, text, settings)
     theirs = trainers_settings(settings, options.batch_size)
     base = _HALF if precision == "bf16" and "precision" not in named else PLAIN
     trainer = [] if theirs is None else [Row(side="trainer", name=text, settings=theirs, base=base.key)]
     return [*trainer, _ours(text, settings, _OUR_PLAIN)]
+
+
+def _check(options: BenchOptions, text: str, settings: Mapping[str, Any]) -> None:
+    """Check settings of `--rows`. Raises: OptionError, which calls them as `--rows` does."""
+    try:
+        options.train_options(**settings)
+    except OptionError as error:
+        said, hint = (_NAMED.sub(_as_setting, each) for each in (str(error), error.hint or ""))
+        raise OptionError(f"--rows has '{printable(text)}': {said}", hint=hint or None) from None
+
+
+#: Options of train in a message.
+_NAMED = re.compile(r"--(?:no-)?[a-z0-9]+(?:-[a-z0-9]+)*")
+
+
+def _as_setting(found: re.Match[str]) -> str:
+    """An option as `--rows` has it: `--late-clipping` is late_clipping."""
+    name = found[0].removeprefix("--").replace("-", "_")
+    return name if name in SETTINGS else found[0]
 
 
 def _pieces(settings: Mapping[str, Any], batch_size: int) -> dict[str, int]:
@@ -263,7 +282,7 @@ def _pieces(settings: Mapping[str, Any], batch_size: int) -> dict[str, int]:
     if rows is None or "gradient_accumulation_steps" in settings:
         return {}
     if rows < 1 or batch_size % rows:
-        said = f"--rows has --per-device-batch-size {rows}, which does not divide --batch-size {batch_size}"
+        said = f"--rows has per_device_batch_size={rows}, which does not divide --batch-size {batch_size}"
         raise OptionError(said, hint=f"as in --rows per_device_batch_size={_quarters(batch_size)[0]}")
     return {"gradient_accumulation_steps": batch_size // rows}
 
@@ -277,7 +296,7 @@ def _value(name: str, text: str) -> Any:
         return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
     except (ValueError, KeyError):
         wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-        said = f"--rows has {flag(name)} '{printable(text)}': it must be {wanted}"
+        said = f"--rows has {name}={printable(text)}: it must be {wanted}"
         raise OptionError(said, hint=f"as in --rows {name}={'true' if kind is bool else 8}") from None
 
 

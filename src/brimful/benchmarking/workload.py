@@ -15,7 +15,7 @@ import torch
 from brimful.benchmarking.even_blocks import even_blocks
 from brimful.core.bench import Steps, Workload
 from brimful.core.callbacks import Callbacks
-from brimful.core.errors import DataError
+from brimful.core.errors import DataError, OptionError
 from brimful.core.options.bench import BenchOptions
 from brimful.core.options.train import TrainOptions
 from brimful.data.batches.batch import Sampler
@@ -29,7 +29,7 @@ from brimful.hardware.specs import datasheet_flops_per_s
 from brimful.levers.packing import streamed_to
 from brimful.levers.precision import choose_precision, supports
 from brimful.measurement.peaks import measure_limits
-from brimful.models.hub.inspection import inspect_model
+from brimful.models.hub.inspection import ModelFacts, inspect_model
 from brimful.models.hub.load import load_model
 from brimful.models.hub.quiet import quiet_transformers
 from brimful.models.model_stats import token_operations, useful_attention
@@ -82,8 +82,9 @@ def make_work(asked: BenchOptions, callbacks: Callbacks, steps: Steps | None = N
     if asked.data is None:
         rows, length = asked.shape_of(SHAPES[device.type])
         if asked.shape is None:
-            code = {"trust_remote_code": asked.trust_remote_code, "allow_pickle": asked.allow_pickle}
-            length = min(length, longest_sequence(None, inspect_model(asked.model, **code), asked.model))
+            length = min(length, longest_sequence(None, _facts(asked), asked.model))
+        else:
+            _check_shape(asked, length)
         prepared = _random_rows(options, rows, length, callbacks)
     else:
         prepared = prepare(options, callbacks)
@@ -96,6 +97,18 @@ def make_work(asked: BenchOptions, callbacks: Callbacks, steps: Steps | None = N
         order = even_blocks(order, prepared.training.tokens.lengths, steps)
     prepared = dataclasses.replace(prepared, order=order)
     return Work(options=options, prepared=prepared, device=device, random=asked.data is None)
+
+
+def _facts(asked: BenchOptions) -> ModelFacts:
+    return inspect_model(asked.model, trust_remote_code=asked.trust_remote_code, allow_pickle=asked.allow_pickle)
+
+
+def _check_shape(asked: BenchOptions, length: int) -> None:
+    """Raises: OptionError for sequences of more tokens than the model has positions."""
+    most = _facts(asked).max_positions
+    if most is not None and length > most:
+        said = f"--shape is {asked.shape}, and {asked.model} has positions for {most} tokens"
+        raise OptionError(said, hint=f"use at most {most} tokens")
 
 
 def _random_rows(options: TrainOptions, rows: int, length: int, callbacks: Callbacks) -> Prepared:
