@@ -202,7 +202,28 @@ def test_the_front_has_the_rows_that_no_other_beats() -> None:
 
 
 def test_claims_are_of_the_guides_figures() -> None:
-    speed, memory = claim_of("fp16", "plain") or (0, 0)
+    rows = {row.key: row for row in rows_of(asked("guide"), longest=128, on_gpu=True)}
+    for name, claim in CLAIMS.items():
+        if name != "plain":
+            found = claim_of(rows[f"trainer: {name}"], rows["trainer: plain"])
+            assert found == (claim.samples_per_s / 8.86, claim.megabytes / 14949)
+    speed, memory = claim_of(rows["brimful: fp16"], rows["brimful: fp32"]) or (0, 0)
     assert round(speed, 2) == 2.10
     assert round(memory, 2) == 0.93
-    assert claim_of("selective", "plain") is None
+    assert claim_of(rows["brimful: selective"], rows["brimful: bf16"]) is None
+
+
+def test_claims_are_of_settings_whatever_a_row_is_called() -> None:
+    def row(side: Any, **settings: Any) -> Row:
+        return Row(side=side, name="Adafactor", settings=settings)
+
+    plain, half = row("brimful", precision="fp32", execution="captured"), row("brimful", precision="bf16")
+    adafactor = claim_of(row("trainer", optim="adafactor"), PLAIN)
+    assert adafactor is not None
+    assert claim_of(row("brimful", precision="fp32", optim="adafactor"), plain) == adafactor
+    assert claim_of(row("brimful", precision="bf16", optim="adafactor"), half) == adafactor
+    assert claim_of(row("brimful", precision="bf16", optim="adafactor"), plain) is None
+    assert claim_of(row("brimful", precision="fp32", optim="lion_32bit"), plain) is None
+    split = claim_of(row("brimful", precision="bf16", token_budget=128), half)
+    assert split == claim_of(row("brimful", per_device_batch_size=1, gradient_accumulation_steps=4), plain)
+    assert split == (7.75 / 8.86, 8681 / 14949)

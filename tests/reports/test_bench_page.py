@@ -130,13 +130,19 @@ def test_the_recommended_command_can_be_given_to_train() -> None:
 
 
 def test_our_row_of_a_lever_stands_beside_what_the_guide_says_of_it() -> None:
-    assert claim_of("split in four", "bf16") == claim_of("accumulation", "plain")
-    assert claim_of("fp32, checkpointing", "fp32") == claim_of("accumulation, checkpointing", "accumulation")
-    assert claim_of("checkpointing", "plain") == claim_of("checkpointing", "bf16")
-    assert claim_of("selective", "bf16") is None
-    assert claim_of("checkpointing, 8-bit Adam", "bf16") is None
-    assert claim_of("bf16", "plain") is None
-    assert claim_of("plain", "plain") is None  # ours beside Trainer's: the guide has one
+    rows = {each.row.key: each.row for each in guide_bench().rows}
+
+    def claim(row: str, base: str) -> tuple[float, float] | None:
+        return claim_of(rows[row], rows[base])
+
+    assert claim("brimful: split in four", "brimful: bf16") == claim("trainer: accumulation", "trainer: plain")
+    full = claim("trainer: accumulation, checkpointing", "trainer: accumulation")
+    assert claim("brimful: checkpointing", "brimful: bf16") == full
+    assert full is not None
+    assert claim("brimful: selective", "brimful: bf16") is None
+    assert claim("brimful: checkpointing, 8-bit Adam", "brimful: bf16") is None
+    assert claim("brimful: bf16", "brimful: fp32") is None
+    assert claim("brimful: fp32", "trainer: plain") is None  # ours beside Trainer's: the guide has one
 
 
 def test_one_block_has_no_spread() -> None:

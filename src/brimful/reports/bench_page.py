@@ -278,7 +278,7 @@ def _levers(bench: Bench) -> list[tuple[str, ...]]:
             continue
         one, other = each.measured, base.measured
         speed, memory = one.samples_per_s / other.samples_per_s, _ratio(one.memory_bytes, other.memory_bytes)
-        claim = claim_of(each.row.name, base.row.name)
+        claim = claim_of(each.row, base.row)
         said = ("–", "–") if claim is None else tuple(_times(value) for value in claim)
         busy = busy_mark(bench, one) or busy_mark(bench, other)
         held = "–" if memory is None else _times(memory)
