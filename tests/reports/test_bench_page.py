@@ -110,6 +110,19 @@ def test_a_gain_within_the_spread_is_none() -> None:
     assert "brimful: bf16, 1.15 times trainer: plain," in (recommended_text(steady) or "")
 
 
+def test_a_gain_of_one_block_or_of_blocks_far_apart_says_so() -> None:
+    bench = _of(_of(guide_bench(), "brimful: bf16", samples_per_s=27.2), "brimful: recommended", samples_per_s=27.2)
+    one = _of(bench, "brimful: recommended", block_rates=(27.2,))
+    assert "2.72 times trainer: plain, by one block, whose spread is unknown, brimful's" in (
+        recommended_text(one) or ""
+    )
+    overlapping = _of(bench, "brimful: recommended", block_rates=(10.9, 27.2, 50.0))
+    said = "no clear gain over trainer: plain: 2.72 times it, within the spread of 143.8 %"
+    assert said in (recommended_text(overlapping) or "")
+    wide = _of(bench, "brimful: recommended", block_rates=(12.0, 27.2, 46.8))
+    assert "2.72 times trainer: plain (spread 127.9 %), brimful's" in (recommended_text(wide) or "")
+
+
 def test_the_recommended_command_can_be_given_to_train() -> None:
     bench = guide_bench(data="my rows.csv")
     rows = [

@@ -90,6 +90,8 @@ def _reasons(bench: Bench, wanted: Sequence[str]) -> list[str]:
 
 #: Share by which two measurements of the same settings may differ, and be one figure.
 _AGREES = 0.1
+#: Spread from which on it is told beside a gain.
+_WIDE = 0.5
 _HEADINGS = {
     "Did not end:": ("out_of_memory", "failed"),
     "Not here:": ("unsupported",),
@@ -164,13 +166,21 @@ def gained_text(bench: Bench, measured: Measured) -> str | None:
     than = bench.rows[0].row.key
     if before is None or abs(before - now) <= _AGREES * now:
         plain = bench.rows[0].measured
-        spread = max(each.spread or 0.0 for each in (measured, plain) if each is not None)
-        if abs(now - 1) <= spread:
+        assert plain is not None
+        if measured.spread is None or plain.spread is None:
+            return f"{now:.2f} times {than}, by one block, whose spread is unknown"
+        spread = max(measured.spread, plain.spread)
+        if abs(now - 1) <= spread or _overlap(measured.block_rates, plain.block_rates):
             return f"no clear gain over {than}: {now:.2f} times it, within the spread of {share_text(spread)}"
-        return f"{now:.2f} times {than}"
+        return f"{now:.2f} times {than}" + (f" (spread {share_text(spread)})" if spread > _WIDE else "")
     if min(before, now) < 1 < max(before, now):
         return f"no clear gain over {than}: {before:.2f} times it in the table, {now:.2f} when measured again"
     return f"{now:.2f} times {than} ({before:.2f} when first measured)"
+
+
+def _overlap(one: Sequence[float], other: Sequence[float]) -> bool:
+    """True where a block of the slower row was as fast as one of the faster."""
+    return min(one) <= max(other) and min(other) <= max(one)
 
 
 def recommended_command(bench: Bench) -> str | None:
