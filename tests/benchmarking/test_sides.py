@@ -127,6 +127,7 @@ def test_the_work_is_described(folder: Path) -> None:
     assert (found.rows, found.median_tokens, found.longest_tokens, found.device) == (16, 12, 12, "CPU")
     assert {"fp32", "bf16"} == set(found.rates)
     assert found.step_s
+    assert (found.rows_left_out, found.rows_text) == (4, "16 rows (4 beyond whole batches are left out)")
     model, lengths = work.model(), work.lengths(range(2))
     assert useful_flops(model, lengths) == pytest.approx(2 * (useful_flops(model, lengths[:8]) or 0))
     with pytest.raises(InputError, match="there are 36 rows, and a batch has 64"):

@@ -263,7 +263,10 @@ def test_the_table_has_rates_ratios_and_reasons() -> None:
     assert "Not measured:" in lines
     assert any(line.startswith("Recommended: brimful: bf16, 11.10 times") for line in lines)
     markdown = bench_markdown(guide_bench("a|b"))
-    assert markdown.count("\n| ") == len(bench.rows) + 1
+    assert markdown.count("\n| ") == len(bench.rows) + 1 + len(bench.measured()) + 1
+    assert markdown.startswith("a|b (335.0 M parameters), random tokens: 512 rows, 512 tokens in the median, batch 4,")
+    assert "\n| # | peak memory of | weights | gradients | optimizer states |" in markdown
+    assert "\n| 1 | trainer: plain | 1.1 GiB |" in markdown
     assert "- brimful: Adafactor: a|b: tried to allocate" in markdown
     assert bench_csv(bench).count("\n") == len(bench.rows) + 1
 

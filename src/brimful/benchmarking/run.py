@@ -395,7 +395,7 @@ def _work_text(work: Workload, steps: Steps) -> str:
     machine: Mapping[str, str] = work.machine.versions
     device = work.device if work.on_gpu else ", ".join(filter(None, (work.device, work.cores_text)))
     return (
-        f"{work.rows:,} rows of {work.median_tokens:,} tokens in the median, {work.longest_tokens:,} at most, on"
+        f"{work.rows_text} of {work.median_tokens:,} tokens in the median, {work.longest_tokens:,} at most, on"
         f" {device} (torch {machine.get('torch', '?')}); each row of the bench: {steps.warm_up} steps of"
         f" {work.batch_size} rows to warm up, then {steps.repeats} blocks of {steps.block}"
     )

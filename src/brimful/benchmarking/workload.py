@@ -167,6 +167,7 @@ def describe(work: Work) -> Workload:
         rates=rates,
         datasheet=datasheet,
         num_threads=torch.get_num_threads(),
+        rows_left_out=len(lengths) - prepared.order.num_samples,
         step_s=_plain_step_s(work, model),
     )
 

@@ -66,10 +66,10 @@ class Steps:
 class Workload:
     """Work that all rows do: the same rows in the same batches from the same weights.
 
-    rows: sequences to draw batches from. median_tokens, longest_tokens: of a sequence. data_fingerprint: of the rows.
-    parameters: of the model. rates: measured FLOP/s of a large square matrix product by precision; datasheet: the
-    maker's. num_threads: of the process, for products on the CPU. step_s: seconds of a plain padded step of
-    transformers, by which the number of steps was chosen.
+    rows: sequences to draw batches from; rows_left_out: others, as they fill no batch. median_tokens, longest_tokens:
+    of a sequence. data_fingerprint: of the rows. parameters: of the model. rates: measured FLOP/s of a large square
+    matrix product by precision; datasheet: the maker's. num_threads: of the process, for products on the CPU. step_s:
+    seconds of a plain padded step of transformers, by which the number of steps was chosen.
     """
 
     device: str
@@ -87,6 +87,7 @@ class Workload:
     datasheet: Mapping[str, float] = field(default_factory=dict)
     num_threads: int | None = None
     step_s: float | None = None
+    rows_left_out: int = 0
 
     @property
     def on_gpu(self) -> bool:
@@ -103,6 +104,12 @@ class Workload:
     def disturbed(self, figures: Measured) -> bool:
         """True for a row on a CPU while which others were busy: its speed says little."""
         return not self.on_gpu and is_disturbed(figures.cores, self.num_threads, figures.waiting)
+
+    @property
+    def rows_text(self) -> str:
+        """Rows in words, and how many are left out."""
+        left = f" ({self.rows_left_out:,} beyond whole batches are left out)" if self.rows_left_out else ""
+        return f"{self.rows:,} rows{left}"
 
 
 @dataclass(frozen=True, kw_only=True)

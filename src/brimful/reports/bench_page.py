@@ -314,7 +314,7 @@ def _work_facts(bench: Bench) -> list[tuple[str, str | None, str | None]]:
         ("Model", Markup("<bdi>{}</bdi>").format(printable(bench.model, 300)),
          f"{work.model_type}, {count_text(work.parameters)} parameters"),
         ("Data", Markup("<bdi>{}</bdi>").format(printable(data, 300)),
-         f"{work.rows:,} samples, SHA-256 {work.data_fingerprint[:16]}…"),
+         f"{work.rows_text}, SHA-256 {work.data_fingerprint[:16]}…"),
         ("Tokens of a sample", f"median {work.median_tokens:,}, at most {work.longest_tokens:,}", None),
         ("Task", f"{work.task}, {work.labels:,} outputs", None),
         ("Batch", f"{work.batch_size:,} samples per optimizer step", None),

@@ -201,9 +201,10 @@ _BENCH_ONLY = frozenset({"limit", "learning_rate"})
 
 def bench_markdown(bench: Bench) -> str:
     """The table in Markdown, with the work above it and the command below."""
-    work = bench.workload
+    work, data = bench.workload, "random tokens" if bench.data is None else bench.data
     lines = [
-        f"{work.rows:,} rows, {work.median_tokens:,} tokens in the median, batch {work.batch_size}, on"
+        f"{printable(bench.model, 300)} ({count_text(work.parameters)} parameters), {printable(data, 300)}:"
+        f" {work.rows_text}, {work.median_tokens:,} tokens in the median, batch {work.batch_size}, on"
         f" {_machine_text(bench)}.",
         "",
         _markdown(COLUMNS),
@@ -214,11 +215,27 @@ def bench_markdown(bench: Bench) -> str:
     lines += [printable(_BUSY).replace("*", "\\*"), ""] if _has_busy(bench) else []
     reasons = [f"- {each.row.key}: {printable(each.reason, 300)}" for each in bench.rows if each.reason is not None]
     lines += [*reasons, ""] if reasons else []
+    lines += _components(bench)
     if (said := recommended_text(bench)) is not None:
         lines += [said + ".", ""]
     if (command := recommended_command(bench)) is not None:
         lines += ["```", printable(command, 100_000), "```", ""]
     return "\n".join([*lines, "Measured by", "", "```", printable(bench.command, 100_000), "```", ""])
+
+
+def _components(bench: Bench) -> list[str]:
+    """Peak memory by component in Markdown, of rows and components of which it is known."""
+    found = [
+        (number, each.row.key, each.measured.peak_bytes.components)
+        for number, each in enumerate(bench.rows, 1)
+        if each.measured is not None and each.measured.peak_bytes.components
+    ]
+    parts = [name for name in _PARTS if any(name in held for *_, held in found)]
+    if not parts:
+        return []
+    rows = [(str(n), key, *(bytes_text(held[p]) if p in held else "" for p in parts)) for n, key, held in found]
+    heading = ("#", "peak memory of", *map(memory_names, parts))
+    return [_markdown(heading), "|" + "---|" * len(heading), *map(_markdown, rows), ""]
 
 
 def _markdown(cells: Sequence[str]) -> str:
