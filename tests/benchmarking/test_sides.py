@@ -16,7 +16,7 @@ import torch
 from brimful.benchmarking.our_side import measure_ours
 from brimful.benchmarking.trainer_side import measure_trainers
 from brimful.benchmarking.worker import failure, measure
-from brimful.benchmarking.workload import describe, make_work, useful_flops
+from brimful.benchmarking.workload import best_rate, describe, make_work, useful_flops
 from brimful.core.bench import Measured, Steps
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import InputError, OptionError
@@ -103,6 +103,28 @@ def test_sequences_longer_than_the_model_reads_are_named_by_shape(folder: Path) 
     assert "--max-length" not in (caught.value.hint or "")
 
 
+def test_the_rate_of_products_is_the_best_of_some() -> None:
+    """And of more where others were busy meanwhile."""
+    times, waited = [0, 0], [0]
+
+    def read() -> dict[str, tuple[int, int]]:
+        times[1] += waited[0]
+        return {"1": (times[0], times[1])}
+
+    rates: list[float] = []
+
+    def rate() -> float:
+        times[0] += 10
+        rates.append(float(len(rates) % 3))
+        return rates[-1]
+
+    assert best_rate(rate, within_s=0.0, times=read) == (1.0, 0.0)
+    assert len(rates) == 2
+    waited[0] = 10
+    assert best_rate(rate, within_s=0.002, times=read) == (2.0, 0.5)
+    assert best_rate(lambda: 3.0, within_s=0.0, times=dict) == (3.0, None)
+
+
 def test_accumulation_of_trainer_is_said_and_its_loss_is_the_mean(folder: Path) -> None:
     asked, listener = options(folder), Heard()
     plain = theirs(asked)
@@ -128,6 +150,7 @@ def test_the_work_is_described(folder: Path) -> None:
     assert {"fp32", "bf16"} == set(found.rates)
     assert found.step_s
     assert (found.rows_left_out, found.rows_text) == (4, "16 rows (4 beyond whole batches are left out)")
+    assert set(found.rates_waiting) <= set(found.rates)
     model, lengths = work.model(), work.lengths(range(2))
     assert useful_flops(model, lengths) == pytest.approx(2 * (useful_flops(model, lengths[:8]) or 0))
     with pytest.raises(InputError, match="there are 36 rows, and a batch has 64"):

@@ -120,6 +120,9 @@ class BenchFolder:
         if differing:
             said = f"{printable(self.path)} is a bench of other work: {'; '.join(differing)}"
             raise OptionError(said, hint=hint)
+        before = _better_rates(before, workload)
+        setup = {**found, "workload": dataclasses.asdict(before)}
+        atomic_files.write_bytes(path, json_text(setup, indent=2).encode())
         return kept, before
 
     @staticmethod
@@ -179,6 +182,15 @@ def _read(file: Path) -> BenchRow | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
         return from_json(BenchRow, file.read_text("utf-8"))
     return None
+
+
+def _better_rates(before: Workload, now: Workload) -> Workload:
+    """The work with the higher of two rates of each precision: others may have been busy when one was measured."""
+    higher = {name for name, rate in now.rates.items() if rate > before.rates.get(name, 0.0)}
+    waiting = {name: each for name, each in before.rates_waiting.items() if name not in higher}
+    waiting |= {name: each for name, each in now.rates_waiting.items() if name in higher}
+    rates = {**before.rates, **{name: now.rates[name] for name in now.rates if name in higher}}
+    return dataclasses.replace(before, rates=rates, rates_waiting=waiting)
 
 
 def rows_file(folder: Path) -> Path:

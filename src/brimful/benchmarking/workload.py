@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,8 @@ import pyarrow as pa
 import torch
 
 from brimful.benchmarking.even_blocks import even_blocks
-from brimful.core.bench import Steps, Workload
+from brimful.benchmarking.waiting import ThreadTimes, thread_times, waiting_share
+from brimful.core.bench import Steps, Workload, is_disturbed
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DataError, OptionError
 from brimful.core.options.bench import BenchOptions
@@ -28,7 +30,7 @@ from brimful.hardware.probe import choose_device, device_name, probe
 from brimful.hardware.specs import datasheet_flops_per_s
 from brimful.levers.packing import streamed_to
 from brimful.levers.precision import choose_precision, supports
-from brimful.measurement.peaks import measure_limits
+from brimful.measurement.peaks import product_rate
 from brimful.models.hub.inspection import ModelFacts, inspect_model
 from brimful.models.hub.load import load_model
 from brimful.models.hub.quiet import quiet_transformers
@@ -42,6 +44,8 @@ SHAPES = {"cuda": "512x512", "cpu": "256x128"}
 _RANDOM = "random tokens"
 #: Precisions whose matrix products are measured.
 _PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+#: Seconds for the products of one precision.
+_RATE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,13 +148,13 @@ def describe(work: Work) -> Workload:
     """Return the facts of the work and the machine; measure rates of matrix products and the time of a plain step."""
     prepared, device = work.prepared, work.device
     lengths, model = prepared.training.tokens.lengths, work.model()
-    rates, name = {}, device_name(device)
+    rates, waits, name = dict[str, float](), dict[str, float](), device_name(device)
     for precision in _PRECISIONS:
         if (precision != "fp16" or device.type == "cuda") and supports(precision, device).ok:
             chosen = choose_precision(precision, device)  # type: ignore[arg-type]
-            with chosen.apply():  # twice, for the better: others may be busy on the machine
-                found = [measure_limits(device, chosen.dtype, shapes={}, num_tokens=1) for _ in range(2)]
-            rates[precision] = max(each.matmul_flops_per_s for each in found)
+            with chosen.apply():
+                rates[precision], waited = best_rate(lambda: product_rate(device, chosen.dtype))  # noqa: B023
+            waits |= {} if waited is None else {precision: waited}
     datasheet = {each: rate for each in rates if (rate := datasheet_flops_per_s(name, each)) is not None}
     return Workload(
         device=name,
@@ -168,8 +172,26 @@ def describe(work: Work) -> Workload:
         datasheet=datasheet,
         num_threads=torch.get_num_threads(),
         rows_left_out=len(lengths) - prepared.order.num_samples,
+        rates_waiting=waits,
         step_s=_plain_step_s(work, model),
     )
+
+
+def best_rate(
+    measure: Callable[[], float], *, within_s: float = _RATE_S, times: Callable[[], ThreadTimes] = thread_times
+) -> tuple[float, float | None]:
+    """The best of the rates that `measure` finds within some seconds, two at least, and the share of its time in which
+    threads waited for a core, None where the system does not say. Where others were busy meanwhile, it takes up to 3
+    times as long."""
+    began, found = time.monotonic(), list[tuple[float, float | None]]()
+    while True:
+        before = times()
+        rate = measure()
+        found.append((rate, waiting_share(before, times())))
+        best, waited = max(found, key=lambda each: each[0])
+        spent, busy = time.monotonic() - began, is_disturbed(None, None, waited)
+        if len(found) > 1 and spent >= (3 * within_s if busy else within_s):
+            return best, waited
 
 
 def _plain_step_s(work: Work, model: Any) -> float:

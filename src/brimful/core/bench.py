@@ -68,8 +68,9 @@ class Workload:
 
     rows: sequences to draw batches from; rows_left_out: others, as they fill no batch. median_tokens, longest_tokens:
     of a sequence. data_fingerprint: of the rows. parameters: of the model. rates: measured FLOP/s of a large square
-    matrix product by precision; datasheet: the maker's. num_threads: of the process, for products on the CPU. step_s:
-    seconds of a plain padded step of transformers, by which the number of steps was chosen.
+    matrix product by precision; rates_waiting: share of the time in which its threads waited for a core; datasheet: the
+    maker's rates. num_threads: of the process, for products on the CPU. step_s: seconds of a plain padded step of
+    transformers, by which the number of steps was chosen.
     """
 
     device: str
@@ -88,6 +89,7 @@ class Workload:
     num_threads: int | None = None
     step_s: float | None = None
     rows_left_out: int = 0
+    rates_waiting: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def on_gpu(self) -> bool:
@@ -104,6 +106,11 @@ class Workload:
     def disturbed(self, figures: Measured) -> bool:
         """True for a row on a CPU while which others were busy: its speed says little."""
         return not self.on_gpu and is_disturbed(figures.cores, self.num_threads, figures.waiting)
+
+    def rate_disturbed(self, figures: Measured) -> bool:
+        """True for a row whose MFU is over a rate on a CPU that was measured while others were busy."""
+        waiting = self.rates_waiting.get(figures.products)
+        return not self.on_gpu and is_disturbed(None, None, waiting)
 
     @property
     def rows_text(self) -> str:
@@ -142,6 +149,11 @@ class Measured:
     waiting: float | None = None
     first_step_s: float | None = None
     recipe: Recipe | None = None
+
+    @property
+    def products(self) -> str:
+        """Precision whose rate of products `mfu` is over."""
+        return self.precision.replace("fp8", "bf16")
 
     @property
     def spread(self) -> float | None:

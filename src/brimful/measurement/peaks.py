@@ -43,15 +43,20 @@ def measure_limits(
     shapes: (rows, columns) of the model's matrices -> how many there are; none for a model where they are not known.
     num_tokens: that each is multiplied with at once.
     """
-    side = _SIDE[device.type]
-    for _ in range(2):  # once to bring the clocks up, once to measure
-        square_s = _seconds_of_products(device, dtype, side, side, side, backward=False)
     return Limits(
-        matmul_flops_per_s=2 * side**3 / square_s,
+        matmul_flops_per_s=product_rate(device, dtype),
         model_matmul_flops_per_s=_model_rate(device, dtype, shapes, num_tokens),
         copy_bytes_per_s=_copy_rate(device),
         datasheet_flops_per_s=datasheet_flops_per_s,
     )
+
+
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of a large square product of `dtype` operands."""
+    side = _SIDE[device.type]
+    for _ in range(2):  # once to bring the clocks up, once to measure
+        square_s = _seconds_of_products(device, dtype, side, side, side, backward=False)
+    return 2 * side**3 / square_s
 
 
 def _model_rate(device: torch.device, dtype: torch.dtype, shapes: Mapping[Shape, int], num_tokens: int) -> float | None:

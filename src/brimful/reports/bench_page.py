@@ -105,11 +105,8 @@ def _missing(bench: Bench) -> list[tuple[str, str, str]]:
 def _warnings(bench: Bench) -> list[str]:
     """Rows that others disturbed, in one line, and what the rows' processes warned of, each once."""
     work, said = bench.workload, dict[str, list[int]]()
-    disturbed = [
-        number
-        for number, each in enumerate(bench.rows, 1)
-        if each.measured is not None and work.disturbed(each.measured)
-    ]
+    measured = [(number, each.measured) for number, each in enumerate(bench.rows, 1) if each.measured is not None]
+    disturbed = [number for number, figures in measured if work.disturbed(figures)]
     for number, each in enumerate(bench.rows, 1):
         for text in each.notes:
             said.setdefault(text, []).append(number)
@@ -117,6 +114,8 @@ def _warnings(bench: Bench) -> list[str]:
     if disturbed:
         busy = "other programs were busy on this machine meanwhile, so the speed says little (marked *)"
         lines.insert(0, f"{_numbered(disturbed)}: {busy}.")
+    if any(figures.mfu is not None and work.rate_disturbed(figures) for _, figures in measured):
+        lines.insert(0, "Other programs were busy while matrix products were measured, so MFU says little (marked *).")
     return lines
 
 

@@ -48,7 +48,9 @@ def cells(bench: Bench, number: int) -> tuple[str, ...]:
         "" if figures.spread is None else f"{share_text(figures.spread)} of {len(figures.block_rates)}",
         "" if ratio is None else f"{ratio:.2f}",
         count_text(figures.tokens_per_s),
-        "" if figures.mfu is None else share_text(figures.mfu),
+        ""
+        if figures.mfu is None
+        else share_text(figures.mfu) + ("*" if bench.workload.rate_disturbed(figures) else ""),
         "" if memory is None else bytes_text(memory),
         "" if figures.loss is None else f"{figures.loss:.3f}",
         figures.arithmetic,
@@ -72,11 +74,12 @@ def bench_text(bench: Bench) -> str:
     return "\n".join(lines)
 
 
-_BUSY = "* other programs were busy on this machine meanwhile: this speed says little"
+_BUSY = "* other programs were busy on this machine meanwhile: this figure says little"
 
 
 def _has_busy(bench: Bench) -> bool:
-    return any(bench.workload.disturbed(figures) for _, figures in bench.measured())
+    work = bench.workload
+    return any(work.disturbed(each) or (each.mfu and work.rate_disturbed(each)) for _, each in bench.measured())
 
 
 def _reasons(bench: Bench, wanted: Sequence[str]) -> list[str]:
