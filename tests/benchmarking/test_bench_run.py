@@ -18,10 +18,10 @@ from transformers import TrainingArguments
 
 import brimful
 from benches import figures, guide_bench, recipe
-from brimful.benchmarking import needed
+from brimful.benchmarking import needed, process
 from brimful.benchmarking import run as bench_run
 from brimful.benchmarking.folder import BenchFolder
-from brimful.benchmarking.process import Ended, Watch, run_plan
+from brimful.benchmarking.process import KILLED, Ended, Watch, memory_kills, run_plan
 from brimful.benchmarking.worker import measure
 from brimful.cli.commands import run
 from brimful.core.atomic_files import TEMPORARY
@@ -346,13 +346,15 @@ def test_a_trainer_that_cannot_start_ends_the_bench_at_once(monkeypatch: pytest.
 def test_memory_that_ran_out_is_a_row(tmp_path: Path, plans: Plans) -> None:
     plans.ends = {
         "fp32": Ended(found={"error": "OutOfMemoryError: full", "out_of_memory": True}, wall_s=1.0),
-        "bf16": Ended(found=None, reason="killed from outside", killed=True),
+        "bf16": Ended(found=None, reason=f"{KILLED}, most likely by the kernel", killed=True),
+        "accumulation": Ended(found=None, reason="the process was ended by signal 9 (SIGKILL)"),
     }
     found = bench(tmp_path)
     assert statuses(found)["brimful: fp32"] == statuses(found)["brimful: bf16"] == "out_of_memory"
+    assert statuses(found)["trainer: accumulation"] == "failed"
     plans.done.clear()
-    bench(tmp_path)
-    assert plans.done == []  # memory runs out again
+    bench(tmp_path)  # memory runs out again where the device said so
+    assert plans.done == ["trainer: accumulation", "trainer: bf16", "brimful: bf16"]
     table = (tmp_path / "b" / "results.md").read_text()
     assert "- brimful: fp32: OutOfMemoryError: full" in table
 
@@ -504,6 +506,31 @@ def test_work_that_cannot_be_begun_is_an_error_with_its_hint(tmp_path: Path, mon
     with pytest.raises(brimful.InputError, match=r"^no such model") as caught:
         bench(tmp_path)
     assert caught.value.hint == "see there"
+
+
+def test_a_process_that_somebody_killed_did_not_run_out_of_memory(tmp_path: Path) -> None:
+    """Where the kernel did, it counts it."""
+    group, system = tmp_path / "group", tmp_path / "vmstat"
+    assert memory_kills(group, system) is None
+    system.write_text("nr_free_pages 7\noom_kill 3\n")
+    assert memory_kills(group, system) == 3
+    group.mkdir()
+    (group / "memory.events").write_text("low 0\noom 2\noom_kill 1\noom_group_kill 0\n")
+    assert memory_kills(group, system) == 1
+
+
+@pytest.mark.parametrize("counts", [[4, 5], [4, 4], [None, None]])
+def test_why_a_process_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: list[int | None]) -> None:
+    monkeypatch.setattr(process, "memory_kills", lambda: counts.pop(0))
+    kernel = counts == [4, 5]
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    (tmp_path / "python").write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}'\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(process.sys, "executable", str(tmp_path / "python"))
+    ended = run_plan({}, Watch(), limit_s=60.0, folder=tmp_path)
+    assert ended.killed is kernel
+    by_kernel = "the process was killed, most likely by the kernel for want of memory"
+    assert ended.reason == (by_kernel if kernel else "the process was ended by signal 9 (SIGKILL)")
 
 
 def test_the_command_with_real_processes(tmp_path: Path) -> None:

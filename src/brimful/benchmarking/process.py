@@ -21,6 +21,8 @@ from brimful.core.atomic_files import TEMPORARY, file_errors
 from brimful.core.errors import printable
 
 _POLL_S = 0.05
+#: Beginning of the reason of a process that the kernel killed.
+KILLED = "the process was killed"
 #: Settings of the process: messages of libraries stay in the log, and cuBLAS is as torch would have it.
 _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
 
@@ -29,7 +31,8 @@ _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "TOKENIZERS_PARALLELISM": "false", 
 class Ended:
     """The end of a process. found: what it wrote, None if it did not come to that; reason says why then.
 
-    nvml_bytes: most that the driver counted, less what was used before. timed_out: ended at its time limit.
+    nvml_bytes: most that the driver counted, less what was used before. timed_out: ended at its time limit. killed:
+    by the kernel, most likely, for want of memory.
     """
 
     found: Mapping[str, Any] | None
@@ -62,7 +65,8 @@ def run_plan(plan: Mapping[str, Any], watch: Watch, *, limit_s: float | None, fo
             given, result = Path(own).absolute() / "plan.json", Path(own).absolute() / "result.json"
             given.write_text(json.dumps(plan), "utf-8")
         command = [sys.executable, "-m", "brimful.benchmarking.worker", str(given), str(result)]
-        before = peak = nvml.used_bytes()
+        before, kills = nvml.used_bytes(), memory_kills()
+        peak = before
         began, timed_out = time.monotonic(), False
         with (Path(own) / "stderr").open("w+b") as errors:
             process = subprocess.Popen(
@@ -94,6 +98,9 @@ def run_plan(plan: Mapping[str, Any], watch: Watch, *, limit_s: float | None, fo
     if found is None:
         reason = f"not done after {wall_s:.0f} s" if timed_out else _why(process.returncode, said)
     killed = found is None and not timed_out and process.returncode == -signal.SIGKILL
+    killed = killed and kills is not None and (memory_kills() or 0) > kills
+    if killed:
+        reason = f"{KILLED}, most likely by the kernel for want of memory"
     return Ended(
         found=found, reason=reason, wall_s=wall_s, nvml_bytes=used, timed_out=timed_out and found is None, killed=killed
     )
@@ -133,13 +140,21 @@ def _hear(steps: queue.Queue[int], watch: Watch) -> None:
 
 def _why(code: int, said: str) -> str:
     """The reason of an end without a result."""
-    if code == -signal.SIGKILL:
-        return "the process was killed from outside: the system may have run out of memory"
     if code < 0:
         with suppress(ValueError):
-            return f"the process was ended by {signal.Signals(-code).name}"
+            return f"the process was ended by signal {-code} ({signal.Signals(-code).name})"
     last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
     return printable(f"the process ended with code {code}: {last}" if last else f"exit code {code}", 500)
+
+
+def memory_kills(group: Path = Path("/sys/fs/cgroup"), system: Path = Path("/proc/vmstat")) -> int | None:
+    """Processes that the kernel has killed for want of memory: of the control group (v2), or of the system where the
+    group does not say; None where neither does."""
+    for file in (group / "memory.events", system):
+        with suppress(OSError, ValueError, StopIteration):
+            lines = (line.split() for line in file.read_text("ascii").splitlines())
+            return next(int(words[1]) for words in lines if words[0] == "oom_kill")
+    return None
 
 
 class Nvml:

@@ -15,7 +15,7 @@ from typing import Any
 from brimful.benchmarking.figures import together
 from brimful.benchmarking.folder import BenchFolder
 from brimful.benchmarking.needed import check_accelerate
-from brimful.benchmarking.process import Ended, Watch, run_plan
+from brimful.benchmarking.process import KILLED, Ended, Watch, run_plan
 from brimful.benchmarking.rows import LEARNED, check_rows, in_turns, recommended_of, rows_of, same_rows
 from brimful.core.bench import RECOMMENDED, RESULTS, Bench, BenchRow, Measured, Row, Steps, Workload
 from brimful.core.callbacks import Callbacks
@@ -189,7 +189,7 @@ class BenchRun:
         if row.needs_gpu is not None and not self._work.on_gpu:
             return BenchRow(row=row, status="unsupported", reason=f"needs a GPU: {row.needs_gpu}")
         known = self._folder.row(row)
-        if known is not None and not again:
+        if known is not None and not again and is_final(known):
             self._walls += [known.wall_s] if known.measured is not None and known.wall_s else []
             return known
         expected, left = self._expected_s(), self._left_s()
@@ -213,7 +213,7 @@ class BenchRun:
         found = self._result(row, self._measure(row, Watch(told=told), limit))
         if found.measured is not None and found.wall_s is not None:
             self._walls.append(found.wall_s)
-        if known is not None and found.measured is None:
+        if known is not None and known.measured is not None and found.measured is None:
             return known
         if found.status in ("measured", "out_of_memory"):  # a package may be missing: what failed is tried again
             self._folder.keep(found)
@@ -374,6 +374,11 @@ def recommended(found: Sequence[BenchRow], memory_limit: str | None, *, on_gpu: 
         and as_asked(each.row, each.measured)
     ]  # fmt: skip
     return max(ours, key=lambda each: each[0])[1] if ours else None
+
+
+def is_final(row: BenchRow) -> bool:
+    """False for a row that somebody killed: the next call tries it again."""
+    return row.status != "out_of_memory" or not (row.reason or "").startswith(KILLED)
 
 
 def _plausible(found: Sequence[BenchRow]) -> list[BenchRow]:
