@@ -77,6 +77,12 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Plans:
     return given
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages without charts, which take a second."""
+    monkeypatch.setattr(bench_run, "bench_page", lambda _: "")
+
+
 def bench(folder: Path, **more: Any) -> Bench:
     options = BenchOptions(**{"model": "m", "output": str(folder / "b"), "batch_size": 4, **more})
     return bench_run.run_bench(options, Callbacks(), command="brimful bench m")
@@ -106,10 +112,11 @@ def test_finished_rows_are_kept_and_failed_ones_tried_again(tmp_path: Path, plan
     assert {each.row.key: each for each in first.rows}["brimful: bf16"] in again.rows
     plans.done.clear()
     fewer = bench(tmp_path, rows="weight_decay=0.1")  # what was measured stays in the table, after what was asked for
-    asked = ["brimful: plain", "trainer: weight_decay=0.1", "brimful: weight_decay=0.1"]
+    asked = ["trainer: weight_decay=0.1", "brimful: weight_decay=0.1"]
     assert sorted(plans.done) == sorted(asked)
-    assert list(statuses(fewer))[:5] == ["trainer: plain", "trainer: bf16", *asked]
-    assert statuses(fewer).keys() >= {key for key, status in statuses(again).items() if status == "measured"}
+    assert list(statuses(fewer))[:5] == ["trainer: plain", "trainer: bf16", "brimful: bf16", *asked]
+    assert statuses(fewer).items() >= statuses(again).items()  # what failed, too
+    assert next(each for each in fewer.rows if each.row.name == "checkpointing").reason == "ended by SIGSEGV"
     assert fewer.recommended == first.recommended
     assert fewer.rows[-1].row.name == RECOMMENDED
 
@@ -199,10 +206,13 @@ def test_a_process_has_its_folder_where_the_next_call_looks(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("device", ["CPU", "a GPU"])
 def test_another_number_of_threads_is_refused(tmp_path: Path, plans: Plans, device: str) -> None:
-    """But for a record that is older than the number."""
+    """On a CPU, but for a record that is older than the number."""
     plans.work = {**WORK, "device": device, "num_threads": 1}
     bench(tmp_path)
     plans.work["num_threads"] = 2
+    if device != "CPU":
+        assert bench(tmp_path).workload.num_threads == 1
+        return
     with pytest.raises(brimful.OptionError, match="the number of threads was 1, is 2") as caught:
         bench(tmp_path)
     assert (caught.value.hint or "").startswith("set OMP_NUM_THREADS=1, or give another --output")
@@ -531,6 +541,41 @@ def test_why_a_process_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert ended.killed is kernel
     by_kernel = "the process was killed, most likely by the kernel for want of memory"
     assert ended.reason == (by_kernel if kernel else "the process was ended by signal 9 (SIGKILL)")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_rows_of_one_name_are_both_in_the_table_of_a_later_call(tmp_path: Path, plans: Plans) -> None:
+    """And found again under the name that they had, each compared with the row that it was compared with."""
+    first = bench(tmp_path, rows="guide")
+    plans.done.clear()
+    found = bench(tmp_path, rows="levers")
+    rows = {each.row.key: each.row for each in found.rows}
+    assert rows["brimful: checkpointing"].settings["precision"] == "fp32"
+    other = rows["brimful: checkpointing, bf16"]
+    assert (other.settings["precision"], other.base) == ("bf16", "brimful: bf16")
+    assert rows["brimful: fp16"].base == "brimful: plain"
+    assert {each.row.identity for each in first.rows[:-1]} <= {each.row.identity for each in found.rows}
+    assert "brimful: plain" not in plans.done  # measured as fp32
+    plans.done.clear()
+    both = bench(tmp_path, rows="guide,levers")
+    assert {each.row.identity for each in both.rows} == {each.row.identity for each in found.rows}
+    assert set(plans.done) <= {"trainer: checkpointing", "brimful: checkpointing", "brimful: checkpointing, fp32"}
+    assert "brimful: checkpointing, fp32" in statuses(both)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_command_of_a_record_measures_all_rows_of_its_table(tmp_path: Path, plans: Plans) -> None:
+    assert bench(tmp_path, rows="weight_decay=0.1").command == "brimful bench m"  # as it was given
+    bench(tmp_path, rows="weight_decay=0.1,optim=sgd")
+    found = bench(tmp_path, rows="optim=adafactor")
+    words = "optim=adafactor,weight_decay=0.1,optim=sgd"
+    assert found.command == f"brimful bench m --output {tmp_path / 'b'} --rows {words} --batch-size 4"
+    plans.done.clear()
+    assert set(statuses(bench(tmp_path, rows=words))) == set(statuses(found))
+    assert plans.done == []
+    setup = tmp_path / "b" / "bench.json"
+    setup.write_text(json.dumps({**json.loads(setup.read_text()), "rows": []}))  # as of a folder from before
+    assert "--rows optim=sgd,weight_decay=0.1,optim=adafactor " in bench(tmp_path, rows="optim=sgd").command
 
 
 def test_the_command_with_real_processes(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import brimful
 from benches import figures, recipe
 from brimful.benchmarking.rows import (
     PLAIN,
+    apart,
     check_rows,
     in_turns,
     recommended_of,
@@ -98,10 +99,10 @@ def test_both_sides_have_rows_whenever_time_is_over() -> None:
 def test_rows_that_the_user_names() -> None:
     rows = rows_of(asked("optim=adafactor+max_grad_norm=0,token-budget=64"), longest=64, on_gpu=True)
     assert [row.key for row in rows] == [
-        "trainer: plain", "trainer: bf16", "brimful: plain", "trainer: optim=adafactor+max_grad_norm=0",
+        "trainer: plain", "trainer: bf16", "brimful: bf16", "trainer: optim=adafactor+max_grad_norm=0",
         "brimful: optim=adafactor+max_grad_norm=0", "brimful: token-budget=64",
     ]  # fmt: skip
-    assert [row.base for row in rows[3:]] == ["trainer: bf16", "brimful: plain", "brimful: plain"]  # of its precision
+    assert [row.base for row in rows[3:]] == ["trainer: bf16", "brimful: bf16", "brimful: bf16"]  # of its precision
     assert rows[3].settings == {"bf16": True, "optim": "adafactor", "max_grad_norm": 0.0}
     assert rows[4].settings == {
         "precision": "bf16", "optim": "adafactor", "max_grad_norm": 0.0, "execution": "captured"
@@ -123,6 +124,26 @@ def test_rows_of_the_same_settings_are_one() -> None:
     rows = rows_of(asked("default,optim=sgd"), **given)
     assert rows[-1].base == "brimful: fp32"  # where its plain row is that one
     assert not same_rows(asked("guide,lean"), **given)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_rows_of_one_name_with_other_settings_are_told_apart(on_gpu: bool) -> None:
+    """All of two sets are there, each compared with the row of its own set."""
+    given: Any = {"longest": 128, "on_gpu": on_gpu}
+    both = {row.key: row for row in rows_of(asked("guide,levers"), **given)}
+    alone = [rows_of(asked(name), **given) for name in ("guide", "levers")]
+    assert {row.identity for row in both.values()} == {row.identity for rows in alone for row in rows}
+    assert (both["brimful: checkpointing"].settings["precision"], both["brimful: checkpointing"].base) == (
+        "bf16", "brimful: bf16",
+    )  # fmt: skip
+    lever = both["brimful: checkpointing, fp32"]
+    assert (lever.settings["precision"], lever.base) == ("fp32", "brimful: fp32")
+    named = {row.key: row for row in rows_of(asked("levers,precision=fp16+optim=sgd"), **given)}
+    plain = named["brimful: bf16" if on_gpu else "brimful: plain"]
+    assert named["brimful: precision=fp16+optim=sgd"].base == plain.key
+    assert plain.settings["precision"] == ("bf16" if on_gpu else "fp32")
+    rows = [Row(side="brimful", name="a", settings={"precision": "fp32", "optim": each}) for each in "xyz"]
+    assert [row.name for row in apart([], rows)] == ["a", "a, fp32", "a, fp32 (2)"]
 
 
 @pytest.mark.parametrize(

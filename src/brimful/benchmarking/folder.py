@@ -6,11 +6,12 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from brimful.benchmarking.rows import apart, words_of
 from brimful.core import atomic_files
 from brimful.core.bench import RECOMMENDED, ROWS, SETUP, BenchRow, Row, Steps, Workload
 from brimful.core.errors import InputError, OptionError, OutputError, printable
@@ -44,6 +45,9 @@ class BenchFolder:
         self.processes = path / ROWS
         #: Whether the folder stays where the call cannot go on: its work is wanted, and nothing of it was refused.
         self.begun = False
+        #: Words of `--rows` of earlier calls.
+        self.words: list[str] = []
+        self._read: dict[Path, tuple[int, BenchRow | None]] = {}
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -96,13 +100,13 @@ class BenchFolder:
         """
         path, asked = self.path / SETUP, self._asked(options)
         if not path.exists():
-            setup = {"options": asked, "workload": dataclasses.asdict(workload), "steps": dataclasses.asdict(steps)}
-            atomic_files.write_bytes(path, json_text(setup, indent=2).encode())
+            self._write_setup(asked, workload, steps, words_of(options.rows))
             return steps, workload
         try:
             found = json.loads(path.read_text("utf-8"))
             before = from_json(Workload, json.dumps(found["workload"]))
             kept, was = Steps(**found["steps"]), found["options"]
+            self.words = [str(word) for word in found.get("rows", ())]
         except (ValueError, KeyError, TypeError, OSError) as error:
             said = f"{atomic_files.path_text(path)} is no beginning of a bench"
             raise OutputError(said, hint="give another --output") from error
@@ -110,7 +114,7 @@ class BenchFolder:
         differing = [f"{flag(n)} was {was.get(n)}, is {value}" for n, value in asked.items() if was.get(n) != value]
         differing += [f"the {n} differs" for n in _SAME if getattr(before, n) != getattr(workload, n)]
         hint, threads = _OTHER_OUTPUT, (before.num_threads, workload.num_threads)
-        if threads[0] is not None and threads[0] != threads[1]:  # a record of a GPU may be older than the number
+        if threads[0] is not None and threads[0] != threads[1] and not workload.on_gpu:  # there they hardly matter
             differing.append(f"the number of threads was {threads[0]}, is {threads[1]}")
             hint = f"set OMP_NUM_THREADS={threads[0]}, or {_OTHER_OUTPUT}"
         given = (options.steps, options.repeats, options.warmup_steps)
@@ -121,9 +125,12 @@ class BenchFolder:
             said = f"{printable(self.path)} is a bench of other work: {'; '.join(differing)}"
             raise OptionError(said, hint=hint)
         before = _better_rates(before, workload)
-        setup = {**found, "workload": dataclasses.asdict(before)}
-        atomic_files.write_bytes(path, json_text(setup, indent=2).encode())
+        self._write_setup(was, before, kept, list(dict.fromkeys([*self.words, *words_of(options.rows)])))
         return kept, before
+
+    def _write_setup(self, options: dict[str, Any], workload: Workload, steps: Steps, words: list[str]) -> None:
+        setup = {"options": options, "workload": dataclasses.asdict(workload), "steps": dataclasses.asdict(steps)}
+        atomic_files.write_bytes(self.path / SETUP, json_text({**setup, "rows": words}, indent=2).encode())
 
     @staticmethod
     def _asked(options: BenchOptions) -> dict[str, Any]:
@@ -131,19 +138,47 @@ class BenchFolder:
 
     def row(self, row: Row) -> BenchRow | None:
         """The row of these settings as it was measured; None if it was not."""
-        found = _read(self._file(row))  # what is not there, or not whole, is measured again
+        found = self._row_in(self._file(row))  # what is not there, or not whole, is measured again
         return None if found is None else dataclasses.replace(found, row=row)
 
-    def others(self, rows: Iterable[Row]) -> list[BenchRow]:
-        """Rows that were measured by calls for other rows than these, in the order in which they were."""
-        keys = {row.key for row in rows} | {f"brimful: {RECOMMENDED}"}
+    def others(self, rows: Sequence[Row]) -> list[BenchRow]:
+        """Rows that calls for other rows than these have begun, in the order in which they ended. Where another row has
+        the name of one, its precision is added, and rows are compared with what they were compared with."""
+        known = [each for _, each in self._known() if each.row.name != RECOMMENDED]
+        asked, identities = {row.identity: row.key for row in rows}, dict[str, set[str]]()
+        for each in known:
+            identities.setdefault(each.row.key, set()).add(each.row.identity)
+        found = {each.row.identity: each for each in known if each.row.identity not in asked}
+        named = apart(rows, [dataclasses.replace(each.row, base=None) for each in found.values()])
+        keys = asked | {row.identity: row.key for row in named}
+
+        def base(key: str | None) -> str | None:
+            same = identities.get(key or "", set())  # several where earlier calls had two rows of one name
+            return keys[next(iter(same))] if len(same) == 1 else None if same else key
+
+        return [
+            dataclasses.replace(each, row=dataclasses.replace(row, base=base(each.row.base)))
+            for each, row in zip(found.values(), named, strict=True)
+        ]
+
+    def _known(self) -> list[tuple[Path, BenchRow]]:
+        """Whole files of rows, the oldest first."""
         files = sorted((self.path / ROWS).glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
-        whole = (each for each in map(_read, files) if each is not None and each.row.key not in keys)
-        return list({each.row.key: each for each in whole}.values())
+        return [(file, found) for file in files if (found := self._row_in(file)) is not None]
+
+    def _row_in(self, file: Path) -> BenchRow | None:
+        """A row's file, read once as long as it stays as it is; None where it is not there, or not whole."""
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            now = file.stat().st_mtime_ns
+            if self._read.get(file, (0, None))[0] != now:
+                self._read[file] = now, None
+                self._read[file] = now, from_json(BenchRow, file.read_text("utf-8"))
+            return self._read[file][1]
+        return None
 
     def broken(self) -> list[str]:
         """Names of files of rows that are not whole."""
-        return sorted(f"{ROWS}/{file.name}" for file in (self.path / ROWS).glob("*.json") if _read(file) is None)
+        return sorted(f"{ROWS}/{file.name}" for file in (self.path / ROWS).glob("*.json") if self._row_in(file) is None)
 
     def num_measured(self) -> int:
         """Number of rows with figures, the recommended one left out."""
@@ -151,7 +186,9 @@ class BenchFolder:
 
     def keep(self, found: BenchRow) -> None:
         """Write a finished row."""
-        atomic_files.write_bytes(self._file(found.row), to_json(found).encode())
+        file = self._file(found.row)
+        atomic_files.write_bytes(file, to_json(found).encode())
+        self._read.pop(file, None)
 
     def save_rows(self, table: Any) -> None:
         """Write rows that are in memory where processes read them. Raises: OptionError for others than the bench's."""
@@ -169,19 +206,16 @@ class BenchFolder:
         return self.path / name
 
     def _file(self, row: Row) -> Path:
+        """The file of a row, by its name and settings, or of the same settings that had another name."""
         told = json.dumps([row.key, dict(row.settings)], sort_keys=True)
-        return self.path / ROWS / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.json"
+        file = self.path / ROWS / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}.json"
+        if file.exists():
+            return file
+        return next((other for other, each in self._known() if each.row.identity == row.identity), file)
 
 
 _OTHER_OUTPUT = "give another --output, or remove this one"
 _STEP_FLAGS = ("--steps", "--repeats", "--warmup-steps")
-
-
-def _read(file: Path) -> BenchRow | None:
-    """A row's file; None where it is not there, or not whole."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return from_json(BenchRow, file.read_text("utf-8"))
-    return None
 
 
 def _better_rates(before: Workload, now: Workload) -> Workload:

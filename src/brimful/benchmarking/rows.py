@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import count, zip_longest
 from typing import Any, get_args, get_type_hints
 
 from brimful.core.bench import RECOMMENDED, Row
@@ -76,29 +75,55 @@ def same_rows(options: BenchOptions, *, longest: int, on_gpu: bool) -> dict[str,
 def _same(rows: Sequence[Row]) -> dict[str, str]:
     first, found = dict[str, str](), dict[str, str]()
     for row in rows:
-        settings = json.dumps([row.side, dict(row.settings)], sort_keys=True)
-        if first.setdefault(settings, row.key) != row.key:
-            found[row.key] = first[settings]
+        if first.setdefault(row.identity, row.key) != row.key:
+            found[row.key] = first[row.identity]
     return found
 
 
 def _named(options: BenchOptions, *, longest: int, on_gpu: bool) -> list[Row]:
     """Rows by their names, each name once."""
     found, precision = [PLAIN], "bf16" if on_gpu else "fp32"
-    for word in options.rows.split(","):
-        name = word.strip()
+    for name in words_of(options.rows):
         if name in _PRESETS:
-            found += _PRESETS[name](options.batch_size, longest)
+            rows = _PRESETS[name](options.batch_size, longest)
         elif "=" in name:
-            if all(row.key != _OUR_PLAIN for row in found):
-                found += [_HALF] if on_gpu else []
-                found.append(_ours("plain", {"precision": precision}, PLAIN.key))
-            found += _asked(options, name, precision)
+            plain = _ours(_HALF.name if on_gpu else "plain", {"precision": precision}, PLAIN.key)
+            rows = [*([_HALF] if on_gpu else []), plain, *_asked(options, name, precision, plain.key)]
         else:
             said = f"--rows has '{printable(name)}': it is no set of rows and no LEVER=VALUE"
             raise OptionError(said, hint=f"the sets are {', '.join(_PRESETS)}; as in --rows guide,precision=bf16")
-    unique = {row.key: row for row in reversed(found)}
-    return [_with_needs(row, on_gpu) for row in reversed(unique.values())]
+        found += apart(found, [_with_needs(row, on_gpu) for row in rows])
+    unique = dict[str, Row]()
+    for row in found:
+        unique.setdefault(row.key, row)
+    return list(unique.values())
+
+
+def words_of(rows: str) -> list[str]:
+    """Words of `--rows`, each once."""
+    return list(dict.fromkeys(word.strip() for word in rows.split(",")))
+
+
+def apart(taken: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
+    """The rows; where one has the name of another with other settings, in `taken` or before it, its precision is added
+    to its name."""
+    known, names = {row.key: row.identity for row in taken}, dict[str, str]()
+    found = list[Row]()
+    for row in rows:
+        each = row
+        for more in count(1):
+            if known.setdefault(each.key, each.identity) == each.identity:
+                break
+            each = replace(row, name=f"{row.name}, {_precision(row)}" + (f" ({more})" if more > 1 else ""))
+        names[row.key] = each.key
+        found.append(replace(each, base=each.base and names.get(each.base, each.base)))
+    return found
+
+
+def _precision(row: Row) -> str:
+    """The precision that a row of either side asks for."""
+    named = next((each for each in ("bf16", "fp16", "tf32") if row.settings.get(each) is True), "fp32")
+    return str(row.settings.get("precision", named))
 
 
 def in_turns(rows: Sequence[Row]) -> list[Row]:
@@ -232,10 +257,10 @@ def _levers(batch_size: int, longest: int) -> list[Row]:
 _PRESETS = {"default": _default, "guide": _guide, "levers": _levers, "lean": _lean}
 
 
-def _asked(options: BenchOptions, text: str, precision: str) -> list[Row]:
+def _asked(options: BenchOptions, text: str, precision: str, plain: str) -> list[Row]:
     """Our row of `LEVER=VALUE+LEVER=VALUE`, after Trainer's of the same settings if it has these.
 
-    precision: where no other is asked for.
+    precision: where no other is asked for. plain: key of our row of that precision alone.
     """
     settings: dict[str, Any] = {"precision": "bf16" if "weight_dtype=bf16" in text.replace("-", "_") else precision}
     named = set[str]()
@@ -254,7 +279,7 @@ def _asked(options: BenchOptions, text: str, precision: str) -> list[Row]:
     theirs = trainers_settings(settings, options.batch_size)
     base = _HALF if precision == "bf16" and "precision" not in named else PLAIN
     trainer = [] if theirs is None else [Row(side="trainer", name=text, settings=theirs, base=base.key)]
-    return [*trainer, _ours(text, settings, _OUR_PLAIN)]
+    return [*trainer, _ours(text, settings, plain)]
 
 
 def _check(options: BenchOptions, text: str, settings: Mapping[str, Any]) -> None:

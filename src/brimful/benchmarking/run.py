@@ -16,9 +16,10 @@ from brimful.benchmarking.figures import together
 from brimful.benchmarking.folder import BenchFolder
 from brimful.benchmarking.needed import check_accelerate
 from brimful.benchmarking.process import KILLED, Ended, Watch, run_plan
-from brimful.benchmarking.rows import LEARNED, check_rows, in_turns, recommended_of, rows_of, same_rows
+from brimful.benchmarking.rows import LEARNED, check_rows, in_turns, recommended_of, rows_of, same_rows, words_of
 from brimful.core.bench import RECOMMENDED, RESULTS, Bench, BenchRow, Measured, Row, Steps, Workload
 from brimful.core.callbacks import Callbacks
+from brimful.core.command_line import command_of
 from brimful.core.errors import InputError, Interrupted, printable
 from brimful.core.options.bench import BenchOptions
 from brimful.core.records import from_json, json_text, to_json
@@ -51,6 +52,7 @@ class BenchRun:
         self._walls: list[float] = []
         self._found: list[BenchRow] = []  # as they were measured
         self._places: dict[str, int] = {}  # of rows in tables, by their keys
+        self._asked: list[Row] = []
         self._begun = self._has_work = False
 
     def run(self) -> Bench:
@@ -82,7 +84,7 @@ class BenchRun:
             self._callbacks.note(f"{other}: the same settings as {key}, measured once, under that name")
         for name in self._folder.broken():
             self._callbacks.note(f"{name} cannot be read: its row counts as not measured")
-        self._places = {row.key: place for place, row in enumerate(rows)}
+        self._places, self._asked = {row.key: place for place, row in enumerate(rows)}, rows
         for number, row in enumerate(in_turns(rows)):
             self._found.append(self._row(row, f"row {number + 1} of {len(rows) + 1}", len(rows) - number))
             self._tell(self._found[-1])
@@ -189,7 +191,7 @@ class BenchRun:
         if row.needs_gpu is not None and not self._work.on_gpu:
             return BenchRow(row=row, status="unsupported", reason=f"needs a GPU: {row.needs_gpu}")
         known = self._folder.row(row)
-        if known is not None and not again and is_final(known):
+        if known is not None and not again and is_final(known):  # a package may be missing: what failed is tried again
             self._walls += [known.wall_s] if known.measured is not None and known.wall_s else []
             return known
         expected, left = self._expected_s(), self._left_s()
@@ -215,7 +217,7 @@ class BenchRun:
             self._walls.append(found.wall_s)
         if known is not None and known.measured is not None and found.measured is None:
             return known
-        if found.status in ("measured", "out_of_memory"):  # a package may be missing: what failed is tried again
+        if found.status != "left":
             self._folder.keep(found)
         return found
 
@@ -262,7 +264,7 @@ class BenchRun:
         found = [each for each in self._found if each.row.name != RECOMMENDED]
         found.sort(key=lambda each: self._places[each.row.key])
         last = [each for each in self._found if each.row.name == RECOMMENDED]
-        return [*found, *self._folder.others(each.row for each in found), *last]
+        return [*found, *self._folder.others([each.row for each in found]), *last]
 
     def _write(self) -> Bench:
         """Write all files."""
@@ -282,12 +284,28 @@ class BenchRun:
             model=self._options.model,
             data=self._options.data,
             options=dataclasses.asdict(self._options),
-            command=self._command,
+            command=self._repeats(found),
             workload=self._work,
             steps=self._steps_now,
             rows=tuple(_plausible(found)),
             recommended=None if best is None else best.key,
         )
+
+    def _repeats(self, found: Sequence[BenchRow]) -> str:
+        """The command that measures all rows of the table: those of earlier calls, too."""
+        asked = words_of(self._options.rows)
+        words, identities = [*asked], {row.identity for row in self._asked}
+        others = {each.row.identity: each.row.name for each in found if each.row.name != RECOMMENDED}
+        others = {identity: name for identity, name in others.items() if identity not in identities}
+        for word in self._folder.words:
+            options = dataclasses.replace(self._options, rows=word)
+            rows = rows_of(options, longest=self._work.longest_tokens, on_gpu=self._work.on_gpu)
+            if word not in words and [row for row in rows if others.pop(row.identity, None) is not None]:
+                words.append(word)
+        words += list(dict.fromkeys(name for name in others.values() if "=" in name and name not in words))
+        if words == asked:
+            return self._command
+        return command_of("bench", dataclasses.replace(self._options, rows=",".join(words)))
 
     def _tell(self, found: BenchRow) -> None:
         if found.measured is None:
@@ -377,8 +395,8 @@ def recommended(found: Sequence[BenchRow], memory_limit: str | None, *, on_gpu: 
 
 
 def is_final(row: BenchRow) -> bool:
-    """False for a row that somebody killed: the next call tries it again."""
-    return row.status != "out_of_memory" or not (row.reason or "").startswith(KILLED)
+    """False for a row that failed or that somebody killed: the next call tries it again."""
+    return row.status == "measured" or (row.status == "out_of_memory" and not (row.reason or "").startswith(KILLED))
 
 
 def _plausible(found: Sequence[BenchRow]) -> list[BenchRow]:

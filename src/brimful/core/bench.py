@@ -5,6 +5,7 @@ A bench's folder holds `results.json`, a `Bench`. Unknown is None.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,11 @@ class Row:
     def key(self) -> str:
         """The row's name, with whose it is."""
         return f"{self.side}: {self.name}"
+
+    @property
+    def identity(self) -> str:
+        """What is measured, whatever its name. The recommended row measures anew, and is no other one."""
+        return json.dumps([self.side, dict(self.settings), self.name == RECOMMENDED], sort_keys=True)
 
 
 @dataclass(frozen=True, kw_only=True)
