@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,8 +21,10 @@ import brimful
 from benches import figures, guide_bench, recipe
 from brimful.benchmarking import needed, process
 from brimful.benchmarking import run as bench_run
+from brimful.benchmarking.choosing import waited_less
 from brimful.benchmarking.folder import BenchFolder
 from brimful.benchmarking.process import KILLED, Ended, Watch, memory_kills, run_plan
+from brimful.benchmarking.told import check_measured
 from brimful.benchmarking.worker import measure
 from brimful.cli.commands import run
 from brimful.core.atomic_files import TEMPORARY
@@ -29,6 +32,8 @@ from brimful.core.bench import RECOMMENDED, Bench, read_bench
 from brimful.core.callbacks import Callbacks
 from brimful.core.options.bench import BenchOptions
 from brimful.core.records import PeakMemory, json_text
+from brimful.reports.bench_text import bench_text, cells
+from pages import Page
 from tiny_files import save_base, write_reviews
 
 WORK = asdict(guide_bench().workload)
@@ -36,7 +41,7 @@ WORK = asdict(guide_bench().workload)
 
 class Plans:
     """Processes of rows that answer at once. done: rows that were begun. turns: of a row, rate and cores by turn.
-    blocks: of a row, rates of its blocks by turn."""
+    blocks: of a row, rates of its blocks by turn. stops: what a row raises. steps: that it says it has done."""
 
     def __init__(self, **ends: Ended) -> None:
         self.done: list[str] = []
@@ -45,6 +50,8 @@ class Plans:
         self.more: dict[str, Any] = {}
         self.turns: dict[str, list[tuple[float, float]]] = {}
         self.blocks: dict[str, list[tuple[float, ...]]] = {}
+        self.stops: dict[str, Callable[[], object]] = {}
+        self.steps = 1
 
     def __call__(self, plan: Mapping[str, Any], watch: Watch, *, limit_s: float | None, folder: Path) -> Ended:
         json.dumps(plan)
@@ -52,7 +59,9 @@ class Plans:
         if row is None:
             return Ended(found=json.loads(json_text({"workload": self.work, "notes": []})), wall_s=1.0)
         self.done.append(f"{row['side']}: {row['name']}")
-        watch.told(1)
+        watch.told(self.steps)
+        if stop := self.stops.pop(self.done[-1], None):
+            stop()
         if row["name"] in self.ends:
             return self.ends[row["name"]]
         more: dict[str, Any] = {"recipe": recipe(("packing", "packed", "exact"))} if row["side"] == "brimful" else {}
@@ -429,7 +438,11 @@ def test_a_budget_over_before_the_machine_is_measured_names_the_rows_that_there_
     [
         (Ended(found=None, reason="ended by SIGSEGV"), "trainer: plain: failed: ended by SIGSEGV", "mend that"),
         (Ended(found={"error": "full", "out_of_memory": True}), "trainer: plain: out of memory: full", "--batch-size"),
-        (Ended(found=None, reason="slow", timed_out=True), "trainer: plain: left: the budget was over", "--budget-s"),
+        (
+            Ended(found=None, reason="slow", timed_out=True),
+            "trainer: plain: the budget was over after 1 of",
+            "some 20,",
+        ),
     ],
 )
 def test_a_bench_without_a_figure_ends_with_an_error_after_its_table(
@@ -518,29 +531,96 @@ def test_work_that_cannot_be_begun_is_an_error_with_its_hint(tmp_path: Path, mon
     assert caught.value.hint == "see there"
 
 
-def test_a_process_that_somebody_killed_did_not_run_out_of_memory(tmp_path: Path) -> None:
-    """Where the kernel did, it counts it."""
-    group, system = tmp_path / "group", tmp_path / "vmstat"
-    assert memory_kills(group, system) is None
-    system.write_text("nr_free_pages 7\noom_kill 3\n")
-    assert memory_kills(group, system) == 3
-    group.mkdir()
-    (group / "memory.events").write_text("low 0\noom 2\noom_kill 1\noom_group_kill 0\n")
-    assert memory_kills(group, system) == 1
+def raise_ctrl_c() -> None:
+    raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("counts", [[4, 5], [4, 4], [None, None]])
-def test_why_a_process_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: list[int | None]) -> None:
-    monkeypatch.setattr(process, "memory_kills", lambda: counts.pop(0))
-    kernel = counts == [4, 5]
-    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    (tmp_path / "python").write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}'\n")
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(process.sys, "executable", str(tmp_path / "python"))
-    ended = run_plan({}, Watch(), limit_s=60.0, folder=tmp_path)
-    assert ended.killed is kernel
-    by_kernel = "the process was killed, most likely by the kernel for want of memory"
-    assert ended.reason == (by_kernel if kernel else "the process was ended by signal 9 (SIGKILL)")
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)  # the second one lets it write
+
+
+@pytest.mark.parametrize(
+    ("stop", "code", "said", "by"),
+    [(raise_ctrl_c, 130, "error: interrupted", "Ctrl-C"), (terminate, 143, "error: stopped by SIGTERM", "SIGTERM")],
+)
+def test_a_bench_that_is_stopped_has_all_rows_in_its_files(
+    tmp_path: Path, plans: Plans, capsys: pytest.CaptureFixture[str], stop: Callable[[], None], code: int, said: str,
+    by: str,
+) -> None:  # fmt: skip
+    """Those that it did not come to with the reason, and the recommendation with how many it is of."""
+    before = signal.getsignal(signal.SIGTERM)
+    plans.stops = {"trainer: checkpointing": stop}
+    assert run(["bench", "m", "-o", str(tmp_path / "b"), "--batch-size", "4"]) == code
+    assert signal.getsignal(signal.SIGTERM) == before
+    out, err = capsys.readouterr()
+    assert f"{said}: 4 rows measured so far, in {tmp_path / 'b'}\nhint: the same command goes on" in err
+    found = read_bench(tmp_path / "b")
+    assert found is not None
+    assert statuses(found) == {
+        "trainer: plain": "measured", "trainer: accumulation": "measured", "trainer: checkpointing": "not_reached",
+        "trainer: bf16": "not_reached", "brimful: fp32": "measured", "brimful: fp32, accumulation": "measured",
+        "brimful: fp32, checkpointing": "not_reached", "brimful: bf16": "not_reached",
+        "brimful: recommended": "not_reached",
+    }  # fmt: skip
+    page = Page((tmp_path / "b" / "bench.html").read_text()).text
+    unfinished = f"Not finished: 5 of 9 rows were not reached (the bench was stopped by {by})"
+    few = "Chosen among 2 of brimful's 4 rows: 2 were not reached. Not measured once more"
+    for text in (out, (tmp_path / "b" / "results.md").read_text(), page):
+        assert unfinished in text
+        assert few in text
+        assert "brimful: fp32, checkpointing" in text
+    assert "4 of 8 ways to train" in page
+    assert "The same command goes on with the rest: brimful bench m" in out
+    plans.done.clear()
+    whole = bench(tmp_path)
+    assert plans.done[0] == "trainer: checkpointing"
+    assert "not_reached" not in statuses(whole).values()
+    assert "Not finished" not in (tmp_path / "b" / "results.md").read_text()
+
+
+def test_a_killed_bench_has_a_record_with_what_it_did_not_come_to(tmp_path: Path, plans: Plans) -> None:
+    """Before each row, and before each that is measured again."""
+    plans.work, plans.more = {**WORK, "device": "CPU", "num_threads": 2}, {"cores": 1.9}
+    plans.turns = {"trainer: plain": [(20.0, 1.0), (30.0, 1.9)], "brimful: fp32": [(40.0, 1.0), (60.0, 1.9)]}
+    seen = list[dict[str, float | None]]()
+
+    def look() -> None:
+        found = read_bench(tmp_path / "b")
+        assert found is not None
+        assert found.rows[1].row.name == "accumulation"
+        seen.append({e.row.key: e.measured and e.measured.samples_per_s for e in found.rows})
+        assert "rows were not reached (the bench was ended before)" in (tmp_path / "b" / "results.md").read_text()
+
+    def again() -> None:
+        plans.stops["brimful: fp32"] = look
+
+    plans.stops = {"brimful: fp32": look, "trainer: bf16": again}
+    bench(tmp_path)
+    first, last = seen
+    assert first == {**dict.fromkeys(first), "trainer: plain": 20.0}
+    assert (last["trainer: plain"], last["brimful: fp32"], last["brimful: recommended"]) == (30.0, 40.0, None)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_measurement_that_waited_less_is_kept(tmp_path: Path, plans: Plans) -> None:
+    plans.work = {**WORK, "device": "CPU", "num_threads": 2}
+    plans.turns = {"trainer: plain": [(20.0, 1.0), (10.0, 0.5), (11.0, 0.6)]}
+    plans.more, told, warned = {"cores": 1.9}, list[str](), list[str]()
+    heard = Callbacks()
+    heard.note, heard.warning = told.append, warned.append  # type: ignore[method-assign]
+    options = BenchOptions(model="m", output=str(tmp_path / "b"), batch_size=4, rows="weight_decay=0.1")
+    bench_run.run_bench(options, heard, command="brimful bench m")
+    kept = bench(tmp_path, rows="weight_decay=0.1").rows[0].measured
+    assert plans.done.count("trainer: plain") == 3
+    assert kept is not None
+    assert (kept.samples_per_s, kept.cores) == (20.0, 1.0)
+    assert "trainer: plain: its first measurement is kept, which waited less" in told
+    busy = [line for line in warned if "others were busy" in line]
+    assert [line.partition("busy")[2] for line in busy] == [
+        ": it is measured again where there is time", " again; the next call measures it once more",
+    ]  # fmt: skip
+    assert waited_less(replace(kept, waiting=0.2), replace(kept, waiting=0.3, cores=2.0))
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -576,6 +656,97 @@ def test_the_command_of_a_record_measures_all_rows_of_its_table(tmp_path: Path, 
     setup = tmp_path / "b" / "bench.json"
     setup.write_text(json.dumps({**json.loads(setup.read_text()), "rows": []}))  # as of a folder from before
     assert "--rows optim=sgd,weight_decay=0.1,optim=adafactor " in bench(tmp_path, rows="optim=sgd").command
+
+
+def test_a_budget_that_no_row_fits_is_told_by_what_was_measured(
+    tmp_path: Path, plans: Plans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four of five steps took 104 s of a budget that is over; a second call has the same."""
+    monkeypatch.setattr(bench_run, "_LEAST_S", 0.0)
+    plans.ends = {"plain": Ended(found=None, timed_out=True, reason="slow", wall_s=104.0)}
+    plans.steps, told = 4, list[str]()
+    heard = Callbacks()
+    heard.warning = told.append  # type: ignore[method-assign]
+    asked: dict[str, Any] = {"steps": 1, "repeats": 3, "warmup_steps": 2}
+    options = BenchOptions(model="m", output=str(tmp_path / "b"), batch_size=4, budget_s=0.9, **asked)
+    found = bench_run.run_bench(options, heard, command="brimful bench m")
+    assert found.rows[0].reason == "the budget was over after 4 of 5 steps, in 104 s"
+    assert found.needs_budget_s in (130, 140)
+    assert told[-1].endswith(f"raise --budget-s to some {found.needs_budget_s:.0f}, or give 0 for no limit")
+    assert "The same command" not in bench_text(found)
+    with pytest.raises(brimful.InputError, match="no row of the bench was measured") as caught:
+        check_measured(found)
+    assert f"to some {found.needs_budget_s:.0f}," in (caught.value.hint or "")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_each_call_goes_on_by_a_row_at_least(tmp_path: Path, plans: Plans) -> None:
+    """Though there is no time for it and the recommended one."""
+    plans.wall_s = 40.0
+    measured = [len(bench(tmp_path, budget_s=60.0, rows="weight_decay=0.1,optim=sgd").measured()) for _ in range(6)]
+    assert measured[-1] == 7
+    assert measured[:3] == sorted(set(measured[:3]))
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_rows_to_be_measured_again_count_in_the_time_left(tmp_path: Path, plans: Plans) -> None:
+    plans.work, plans.more = {**WORK, "device": "CPU", "num_threads": 2}, {"cores": 1.9}
+    plans.turns, plans.wall_s = {"trainer: plain": [(20.0, 1.0), (20.0, 1.9)]}, 100.0
+    heard, told = Callbacks(), list[str]()
+    heard.working = lambda text, _=None: told.append(text)  # type: ignore[method-assign]
+    options = BenchOptions(model="m", output=str(tmp_path / "b"), batch_size=4, rows="weight_decay=0.1", budget_s=0.0)
+    bench_run.run_bench(options, heard, command="brimful bench m")
+    second = next(text for text in told if text.startswith("row 2 of 5: "))
+    assert second.endswith(", 8 min 20 s left")  # this one, two more, the recommended one, and the first again
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_none_is_recommended_where_all_rows_change_what_is_learned(tmp_path: Path, plans: Plans) -> None:
+    plans.ends = {"plain": Ended(found=None, reason="no"), "bf16": Ended(found=None, reason="no")}
+    told, heard = list[str](), Callbacks()
+    heard.warning = told.append  # type: ignore[method-assign]
+    options = BenchOptions(model="m", output=str(tmp_path / "b"), batch_size=4, rows="weight_decay=0.1")
+    assert bench_run.run_bench(options, heard, command="brimful bench m").recommended is None
+    assert "changes neither arithmetic nor what is learned (optimizer, clipping, weight decay)" in told[-1]
+
+
+def test_a_process_that_somebody_killed_did_not_run_out_of_memory(tmp_path: Path) -> None:
+    """Where the kernel did, it counts it."""
+    group, system = tmp_path / "group", tmp_path / "vmstat"
+    assert memory_kills(group, system) is None
+    system.write_text("nr_free_pages 7\noom_kill 3\n")
+    assert memory_kills(group, system) == 3
+    group.mkdir()
+    (group / "memory.events").write_text("low 0\noom 2\noom_kill 1\noom_group_kill 0\n")
+    assert memory_kills(group, system) == 1
+
+
+@pytest.mark.parametrize("counts", [[4, 5], [4, 4], [None, None]])
+def test_why_a_process_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: list[int | None]) -> None:
+    monkeypatch.setattr(process, "memory_kills", lambda: counts.pop(0))
+    kernel = counts == [4, 5]
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    (tmp_path / "python").write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}'\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(process.sys, "executable", str(tmp_path / "python"))
+    ended = run_plan({}, Watch(), limit_s=60.0, folder=tmp_path)
+    assert ended.killed is kernel
+    by_kernel = "the process was killed, most likely by the kernel for want of memory"
+    assert ended.reason == (by_kernel if kernel else "the process was ended by signal 9 (SIGKILL)")
+
+
+def test_rates_of_products_are_the_best_of_all_calls(tmp_path: Path, plans: Plans) -> None:
+    """And marked where the best was measured while others were busy."""
+    plans.work = {**WORK, "device": "CPU", "rates": {"fp32": 4e13}, "rates_waiting": {"fp32": 0.4}}
+    first = bench(tmp_path, rows="weight_decay=0.1")
+    assert first.rows[0].measured is not None
+    assert first.rows[0].measured.mfu == pytest.approx(0.25)
+    assert cells(first, 0)[6] == "25.0 %*"
+    assert "MFU says little" in Page((tmp_path / "b" / "bench.html").read_text()).text
+    plans.work |= {"rates": {"fp32": 5e13}, "rates_waiting": {"fp32": 0.01}}
+    assert cells(bench(tmp_path, rows="weight_decay=0.1"), 0)[6] == "20.0 %"
+    plans.work |= {"rates": {"fp32": 2e13}, "rates_waiting": {"fp32": 0.4}}
+    assert cells(bench(tmp_path, rows="weight_decay=0.1"), 0)[6] == "20.0 %"
 
 
 def test_the_command_with_real_processes(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 import brimful
 from benches import figures, recipe
+from brimful.benchmarking.choosing import recommended
 from brimful.benchmarking.rows import (
     PLAIN,
     apart,
@@ -18,7 +19,6 @@ from brimful.benchmarking.rows import (
     same_rows,
     trainers_settings,
 )
-from brimful.benchmarking.run import recommended
 from brimful.core.bench import BenchRow, Measured, Row, frontier
 from brimful.core.options.bench import BenchOptions
 from brimful.reports.guide_claims import CLAIMS, claim_of

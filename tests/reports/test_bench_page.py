@@ -249,7 +249,7 @@ def test_a_bench_with_nothing_measured_has_a_page() -> None:
     page.check()
     assert "0 ways to train" in page.text
     assert "Memory by component" not in page.text
-    assert "The same command measures the rest" in bench_text(found)
+    assert "The same command goes on with the rest" in bench_text(found)
 
 
 def test_the_table_has_rates_ratios_and_reasons() -> None:

@@ -292,15 +292,26 @@ def _report(options: Any) -> None:
 
 def _bench(options: Any) -> None:
     """Measure rows, each in a process of its own: this one loads no torch. Raises: InputError if none was measured."""
-    from brimful.benchmarking.run import check_measured, run_bench
+    from brimful.benchmarking.run import BenchRun
+    from brimful.benchmarking.told import check_measured
     from brimful.core.command_line import command_of
     from brimful.core.records import to_json
     from brimful.reports.bench_text import bench_text
     from brimful.reports.terminal import Quiet, Terminal
 
+    def show(bench: Any) -> None:
+        print(to_json(bench).rstrip() if options.json else bench_text(bench), flush=True)
+
     with closing(Quiet() if options.quiet else Terminal()) as terminal:
-        bench = run_bench(options, terminal, command=command_of("bench", options))
-    print(to_json(bench).rstrip() if options.json else bench_text(bench), flush=True)
+        work = BenchRun(options, command_of("bench", options), terminal)
+        try:
+            bench = work.run()
+        except Interrupted:
+            terminal.close()
+            if work.stopped is not None:
+                show(work.stopped)
+            raise
+    show(bench)
     check_measured(bench)
 
 

@@ -17,8 +17,8 @@ from brimful.core.records import Arithmetic, Machine, PeakMemory, Recipe, from_j
 
 Side = Literal["trainer", "brimful"]
 #: measured: there are figures. out_of_memory, failed: it was begun and could not end, and `reason` says why.
-#: unsupported: it cannot run here. left: there was no time for it.
-Status = Literal["measured", "out_of_memory", "failed", "unsupported", "left"]
+#: unsupported: it cannot run here. left: there was no time for it. not_reached: the bench was stopped before its end.
+Status = Literal["measured", "out_of_memory", "failed", "unsupported", "left", "not_reached"]
 
 #: File of a bench's folder with its record.
 RESULTS = "results.json"
@@ -190,7 +190,8 @@ class BenchRow:
 class Bench:
     """All rows of a bench. recommended: key of the row whose settings are recommended, None if there is none.
 
-    options: as they were given. command: to repeat it.
+    options: as they were given. command: to repeat it. needs_budget_s: seconds of --budget-s that one of the rows
+    which are left needs, where the one given was enough for none.
     """
 
     model: str
@@ -201,6 +202,7 @@ class Bench:
     steps: Steps
     rows: tuple[BenchRow, ...]
     recommended: str | None = None
+    needs_budget_s: float | None = None
     schema: int = 1
 
     def measured(self) -> list[tuple[Row, Measured]]:

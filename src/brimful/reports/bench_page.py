@@ -26,6 +26,7 @@ from brimful.reports.bench_text import (
     recommended_figures,
     recommended_row,
     recommended_text,
+    unfinished_text,
 )
 from brimful.reports.charts import Point, scatter
 from brimful.reports.classification_page import Chart
@@ -116,6 +117,8 @@ def _warnings(bench: Bench) -> list[str]:
         lines.insert(0, f"{_numbered(disturbed)}: {busy}.")
     if any(figures.mfu is not None and work.rate_disturbed(figures) for _, figures in measured):
         lines.insert(0, "Other programs were busy while matrix products were measured, so MFU says little (marked *).")
+    if (unfinished := unfinished_text(bench)) is not None:
+        lines.insert(0, f"{unfinished}. The same command goes on.")
     return lines
 
 
@@ -135,7 +138,9 @@ def _memory_word(on_gpu: bool) -> str:
 def _headline(bench: Bench) -> str:
     work, rows = bench.workload, sum(row.name != RECOMMENDED for row, _ in bench.measured())
     device = work.device if work.on_gpu else f"{work.cores_text or 'some cores'} of {work.machine.cpu or 'a CPU'}"
-    return f"{rows} way{'' if rows == 1 else 's'} to train, measured on {printable(device)}"
+    asked = sum(each.row.name != RECOMMENDED for each in bench.rows)
+    of = f" of {asked}" if unfinished_text(bench) is not None else ""
+    return f"{rows}{of} way{'' if rows == 1 and not of else 's'} to train, measured on {printable(device)}"
 
 
 def _tiles(bench: Bench) -> list[tuple[str, str | None, str | None]]:

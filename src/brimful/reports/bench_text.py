@@ -19,6 +19,7 @@ from brimful.reports.text_columns import aligned, fitted
 #: Status of a row without figures, in words.
 STATUS = {
     "out_of_memory": "out of memory", "failed": "failed", "unsupported": "not here", "left": "no time", "measured": "",
+    "not_reached": "not reached",
 }  # fmt: skip
 _NAME = 39
 COLUMNS = ("#", "row", "samples/s", "spread", "ratio", "tokens/s", "MFU", "memory", "loss", "arithmetic")
@@ -69,9 +70,27 @@ def bench_text(bench: Bench) -> str:
     said, command = recommended_text(bench), recommended_command(bench)
     lines += ["", said] if said else []
     lines += [f"  {printable(command, 1000)}"] if command else []
-    if any(each.status == "left" for each in bench.rows):
-        lines += ["", f"The same command measures the rest: {printable(bench.command, 1000)}"]
+    if (said := unfinished_text(bench)) is not None:
+        lines += ["", said]
+    if (said := budget_text(bench)) is not None:
+        lines += ["", f"No row more fits in the budget: {said}"]
+    elif any(each.status in ("left", "not_reached") for each in bench.rows):
+        lines += ["", f"The same command goes on with the rest: {printable(bench.command, 1000)}"]
     return "\n".join(lines)
+
+
+def budget_text(bench: Bench) -> str | None:
+    """What to give for the budget where it was enough for none of the rows that are left; None where it was."""
+    needs = bench.needs_budget_s
+    return None if needs is None else f"raise --budget-s to some {needs:.0f}, or give 0 for no limit"
+
+
+def unfinished_text(bench: Bench) -> str | None:
+    """Sentence on rows that a bench which was ended early did not come to; None without any."""
+    missing = [each for each in bench.rows if each.status == "not_reached"]
+    if not missing:
+        return None
+    return f"Not finished: {len(missing)} of {len(bench.rows)} rows were not reached ({missing[0].reason})"
 
 
 _BUSY = "* other programs were busy on this machine meanwhile: this figure says little"
@@ -98,7 +117,7 @@ _WIDE = 0.5
 _HEADINGS = {
     "Did not end:": ("out_of_memory", "failed"),
     "Not here:": ("unsupported",),
-    "Not measured:": ("left",),
+    "Not measured:": ("left", "not_reached"),
 }
 
 
@@ -125,7 +144,9 @@ def recommended_text(bench: Bench) -> str | None:
     unsure = " (others were busy on this machine: measure it again)" if busy else ""
     said = bench.recommended if gained is None else f"{bench.recommended}, {gained}"
     first = f"Recommended: {said}, brimful's fastest that fits and changes no arithmetic{unsure}"
-    return ". ".join(filter(None, (first, _slower(bench, measured), _passed_over(bench), _few(bench))))
+    again = recommended_row(bench)
+    once = "Not measured once more" if again is None or again.status in ("left", "not_reached") else None
+    return ". ".join(filter(None, (first, _slower(bench, measured), _passed_over(bench), _few(bench), once)))
 
 
 def _slower(bench: Bench, measured: Measured | None) -> str | None:
@@ -153,11 +174,13 @@ def _passed_over(bench: Bench) -> str | None:
 
 
 def _few(bench: Bench) -> str | None:
-    """Number of brimful's rows that the recommended one was chosen among; None where there was time for all."""
+    """Number of brimful's rows that the recommended one was chosen among; None where all were begun."""
     ours = [each for each in bench.rows if each.row.side == "brimful" and each.row.name != RECOMMENDED]
-    left = sum(each.status == "left" for each in ours)
+    left, missing = (sum(each.status == status for each in ours) for status in ("left", "not_reached"))
+    why = [f"for {left} there was no time"] if left else []
+    why += [f"{missing} {'was' if missing == 1 else 'were'} not reached"] if missing else []
     measured = sum(each.measured is not None for each in ours)
-    return f"Chosen among {measured} of brimful's {len(ours)} rows: for {left} there was no time" if left else None
+    return f"Chosen among {measured} of brimful's {len(ours)} rows: {', and '.join(why)}" if why else None
 
 
 def gained_text(bench: Bench, measured: Measured) -> str | None:
@@ -219,6 +242,7 @@ def bench_markdown(bench: Bench) -> str:
     reasons = [f"- {each.row.key}: {printable(each.reason, 300)}" for each in bench.rows if each.reason is not None]
     lines += [*reasons, ""] if reasons else []
     lines += _components(bench)
+    lines += [unfinished + ".", ""] if (unfinished := unfinished_text(bench)) is not None else []
     if (said := recommended_text(bench)) is not None:
         lines += [said + ".", ""]
     if (command := recommended_command(bench)) is not None:
