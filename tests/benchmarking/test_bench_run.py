@@ -711,7 +711,7 @@ def test_none_is_recommended_where_all_rows_change_what_is_learned(tmp_path: Pat
 
 
 def test_a_process_that_somebody_killed_did_not_run_out_of_memory(tmp_path: Path) -> None:
-    """Where the kernel did, it counts it."""
+    """A kill by the kernel is in its count."""
     group, system = tmp_path / "group", tmp_path / "vmstat"
     assert memory_kills(group, system) is None
     system.write_text("nr_free_pages 7\noom_kill 3\n")

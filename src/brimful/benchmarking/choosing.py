@@ -1,4 +1,4 @@
-"""What is made of measured rows: which is recommended, which measurement counts, and the share of the peak."""
+"""Choices from measured rows: which is recommended, which measurement counts, and the share of the peak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a bench says while it measures, and why it has no figures."""
+"""Words of a bench while it measures, and about why it has no figures."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Row:
 
     @property
     def identity(self) -> str:
-        """What is measured, whatever its name. The recommended row measures anew, and is no other one."""
+        """Key of what is measured, whatever its name. The recommended row measures anew, and is no other one."""
         return json.dumps([self.side, dict(self.settings), self.name == RECOMMENDED], sort_keys=True)
 
 

@@ -80,7 +80,7 @@ def bench_text(bench: Bench) -> str:
 
 
 def budget_text(bench: Bench) -> str | None:
-    """What to give for the budget where it was enough for none of the rows that are left; None where it was."""
+    """Hint of a budget that was enough for none of the rows that are left; None where it was."""
     needs = bench.needs_budget_s
     return None if needs is None else f"raise --budget-s to some {needs:.0f}, or give 0 for no limit"
 

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from brimful.core.place import Place
-from brimful.hardware.ranks import Ranks, joined
+from brimful.hardware.ranks import ALONE, Ranks, joined
 from brimful.levers.optimizer import Optimizer
 from brimful.models.model_stats import layers_of
 from brimful.models.tensor_plan import together
 from brimful.step.precision import Precision
 from brimful.step.step import Step
+from brimful.step.updates.update import used_by_all
 from forked_ranks import Forked
 from step.test_ranks import CPU, part_of, tasks
 from step.test_step import PACKED, execution_of
@@ -87,17 +88,13 @@ def test_an_evaluation_leaves_nothing_whole(tmp_path: Path) -> None:
 
 def test_nobody_is_asked_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process may have been refused by then."""
-    model = FAMILIES["llama"].model(3).train()
-    precision = Precision(value="fp32", device=CPU, reason="a test")
-    lever = Optimizer(value="sgd", sharding="parameters")
-    update: Any = lever.update(model, torch.full((9,), 0.1), precision, max_grad_norm=1.0)
-    used = [index != 1 for index in range(len(update.parameters))]
-    assert update._used_by_all(used) == used
-    monkeypatch.setattr("brimful.step.updates.fully_sharded.is_capturing", lambda: True)
+    used, so_far = [index != 1 for index in range(5)], set[int]()
+    assert used_by_all(ALONE, used, so_far) == used
+    monkeypatch.setattr("brimful.step.updates.update.is_capturing", lambda: True)
     monkeypatch.setattr(Ranks, "any", lambda *_: pytest.fail("another process is asked"))
-    assert update._used_by_all([False] * len(used)) == used
+    assert used_by_all(ALONE, [False] * len(used), so_far) == used
     with pytest.raises(RuntimeError, match="used that no step before has used"):
-        update._used_by_all([True] * len(used))
+        used_by_all(ALONE, [True] * len(used), so_far)
 
 
 @pytest.mark.parametrize("left_in", ["forward", "backward"])
