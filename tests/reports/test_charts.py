@@ -104,6 +104,7 @@ def test_labels_of_points_do_not_cover_one_another() -> None:
     points = [Point(f"{number}", 5 + 0.01 * number, 10 + 0.01 * number) for number in range(4)]
     said = ("{:g}".format, "{:g}".format)
     svg = scatter("p", points, front=[0], axes_names=("x", "y"), said=said, alt="a")
+    assert "x, from 4.9925 on" in texts(svg)  # close together, they are drawn apart
     labels = [e for e in ElementTree.fromstring(svg).iter(f"{SVG}text") if "font-size: 10px" in e.get("style", "")]
     placed = {e.text: (e.get("transform"), e.get("x"), e.get("y")) for e in labels}
     assert placed.keys() == {"0", "1", "2", "3"}

@@ -32,7 +32,8 @@ def scatter(
     said: tuple[Callable[[float], str], Callable[[float], str]],
     alt: str,
 ) -> Markup:
-    """Draw points with their labels, and a line of steps through those of the front.
+    """Draw points with their labels, and a line of steps through those of the front. An axis whose values are close
+    together does not begin at 0, and says so.
 
     front: numbers of points, from left to right. axes_names, said: of x and y. key, alt: as of `bar_chart`.
     """
@@ -47,17 +48,29 @@ def scatter(
             colour = COLOURS["strong" if strong else "bar"]
             where = ([point.x for point in chosen], [point.y for point in chosen])
             axes.scatter(*where, s=42, marker=marker, color=colour, linewidths=0, clip_on=False, zorder=3)
-        axes.set_xlim(0, 1.08 * max((point.x for point in points), default=1.0) or 1.0)
-        axes.set_ylim(0, 1.08 * max((point.y for point in points), default=1.0) or 1.0)
+        spans = _span([point.x for point in points]), _span([point.y for point in points])
+        axes.set_xlim(*spans[0])
+        axes.set_ylim(*spans[1])
+        names = [
+            f"{name}, from {text(start)} on" if start else name
+            for name, text, (start, _) in zip(axes_names, said, spans, strict=True)
+        ]
         for axis, text in zip((axes.xaxis, axes.yaxis), said, strict=True):
             axis.get_major_locator().set_params(nbins=4)
             axis.set_major_formatter(lambda value, _, text=text: text(value))
         _widen(axes, said[1], below=said[0])
         _label(axes, points, front)
-        axes.set_xlabel(axes_names[0], color=COLOURS["muted"], labelpad=6)
-        axes.set_ylabel(axes_names[1], color=COLOURS["muted"], labelpad=6)
+        axes.set_xlabel(names[0], color=COLOURS["muted"], labelpad=6)
+        axes.set_ylabel(names[1], color=COLOURS["muted"], labelpad=6)
         axes.tick_params(labelcolor=COLOURS["muted"])
         return inlined(figure, key, alt)
+
+
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    """Ends of an axis: from 0 on, or where the least is more than half of the most, from a little below it."""
+    least, most = min(values, default=0.0), max(values, default=0.0) or 1.0
+    start = max(0.0, least - (most - least) / 4) if most / 2 < least < most else 0.0
+    return start, most + 0.08 * (most - start)
 
 
 #: Places of a label beside its point: where its corner is from there, and which corner.
