@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -153,7 +154,7 @@ def describe(work: Work) -> Workload:
         if (precision != "fp16" or device.type == "cuda") and supports(precision, device).ok:
             chosen = choose_precision(precision, device)  # type: ignore[arg-type]
             with chosen.apply():
-                rates[precision], waited = best_rate(lambda: product_rate(device, chosen.dtype))  # noqa: B023
+                rates[precision], waited = best_rate(partial(product_rate, device, chosen.dtype))
             waits |= {} if waited is None else {precision: waited}
     datasheet = {each: rate for each in rates if (rate := datasheet_flops_per_s(name, each)) is not None}
     return Workload(
