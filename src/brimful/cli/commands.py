@@ -172,6 +172,7 @@ def _run(name: str, words: list[str]) -> int:
 def _act(name: str, options: Any, place: Place) -> int:
     """Run a command that may load torch, in this process; return its exit code."""
     from brimful.core.phases import Phases, process_began
+    from brimful.engine.process_start import start_process
     from brimful.reports.terminal import Quiet, Terminal
 
     phases = Phases(process_began())
@@ -187,7 +188,8 @@ def _act(name: str, options: Any, place: Place) -> int:
         if name == "evaluate" and options.data is None:
             return _evaluate_answers(options, terminal)
         processes = _gpu_processes(options, stack) if name in ("classify", "evaluate") and place.count == 1 else []
-        with _importing(), _device_starting(name, options):
+        with _importing():
+            start_process(on_gpu=_starts_device(name, options))
             from brimful.cli.actions import act
 
         result = act(name, options, terminal, phases, processes)
@@ -235,9 +237,13 @@ def _follow(name: str, options: Any) -> int:
 
             tell_failure(find_place(), error)
         return _after_the_leader(error)
-    from brimful.api import run_classification, run_training
-    from brimful.engine.evaluation.run import run_evaluation
-    from brimful.engine.profiling.profile import profile
+    from brimful.engine.process_start import start_process
+
+    with _importing():
+        start_process(on_gpu=False)  # this process's GPU is known later
+        from brimful.api import run_classification, run_training
+        from brimful.engine.evaluation.run import run_evaluation
+        from brimful.engine.profiling.profile import profile
 
     try:
         commands = {"train": run_training, "classify": run_classification, "evaluate": run_evaluation}
@@ -343,35 +349,16 @@ def _gpu_processes(options: Any, stack: ExitStack) -> list[Any]:
     if options.gpus in (None, "1") or getattr(options, "claim", False):
         return []
     from brimful.engine.classification.gpu_process import begin_processes
-    from brimful.hardware.device_start import count_gpus
+    from brimful.hardware.driver import count_gpus
 
     there = count_gpus()
     asked = there if options.gpus == "all" else int(options.gpus)
     return begin_processes(asked, stack) if asked <= there else []
 
 
-@contextmanager
-def _device_starting(name: str, options: Any) -> Iterator[None]:
-    """Start the GPU beside the imports of what runs on it, after a look at what would end it at once.
-
-    Not with --deterministic, which has a say in how the matrix library starts.
-    """
-    if not _starts_device(name, options):
-        yield
-        return
-    from brimful.hardware.device_start import DeviceStart
-
-    start = DeviceStart()
-    start.begin()
-    import torch  # noqa: F401
-
-    start.go_on()
-    yield
-
-
 def _starts_device(name: str, options: Any) -> bool:
     """Return whether a command runs on the first GPU that is visible, if on any, and could begin. With --claim each of
-    a host's processes has another one."""
+    a host's processes has another one; --deterministic has a say in how the matrix library starts."""
     if name == "train":
         return options.device != "cpu" and not options.deterministic and _could_begin(options)
     if name not in ("classify", "evaluate") or options.device == "cpu" or getattr(options, "claim", False):

@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 from brimful.core.errors import DeviceError, OptionError
+from brimful.hardware.driver import DRIVER
 
-#: Library of NVIDIA's driver, which torch opens for every GPU.
-_DRIVER = "libcuda.so.1"
 #: Names or numbers of the GPUs that CUDA shows a process, where it is set.
 _SHOWN = "CUDA_VISIBLE_DEVICES"
 
@@ -96,7 +95,7 @@ def _torch_build() -> dict[str, str] | None:
 
 def _has_driver() -> bool:
     try:
-        ctypes.CDLL(_DRIVER)
+        ctypes.CDLL(DRIVER)
     except OSError:
         return False
     return True

@@ -31,7 +31,7 @@ from brimful.engine.classification.gpu_workers import READY, GpuWorkers, Job, _M
 from brimful.engine.classification.ready import begun_processes
 from brimful.engine.classification.runner import Runner, check_model, make_runner
 from brimful.engine.inference import Done
-from brimful.hardware import device_start
+from brimful.hardware import driver
 from brimful.levers.precision import choose_precision
 from tiny_files import review, save_classifier
 
@@ -308,7 +308,7 @@ class _Begun:
 def test_a_command_begins_them_before_it_loads_torch(monkeypatch: pytest.MonkeyPatch, asked: str, number: int) -> None:
     """As many as there are on a machine of four, and none where there are too few; they end with the command."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(device_start, "count_gpus", lambda: 4)
+    monkeypatch.setattr(driver, "count_gpus", lambda: 4)
     monkeypatch.setattr(gpu_process, "GpuProcess", _Begun)
     monkeypatch.setattr(_Begun, "all", [])
     with ExitStack() as stack:
