@@ -174,6 +174,10 @@ def _odd(work: Work) -> dict[str, Any]:
         return {"block_sizes": [depth // 2, depth // 2], "d_head": width // heads, "num_decoder_layers": 2}
     if work.model == "mobilebert":
         return {"intra_bottleneck_size": width, "true_hidden_size": width}
+    if work.model == "lilt":  # its boxes have six parts of the width, and a quarter of it
+        return {"hidden_size": width // 24 * 24}
+    if work.model == "layoutlmv3":
+        return {"coordinate_size": width // 6, "shape_size": (width - 4 * (width // 6)) // 2}
     return {"d_kv": width // heads, "head_dim": width // heads} if work.model in ("t5", *_HEAD_DIMS) else {}
 
 
