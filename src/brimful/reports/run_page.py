@@ -121,6 +121,8 @@ def _notices(report: RunReport) -> list[str]:
     elif report.evaluation is None and report.run.metrics:
         has = "metrics are those of run.json, without intervals, labels and rows to look at"
         said.append(f"The run has no evaluation.json any more: {has}.")
+    if report.evaluation is not None:
+        said += [f"{note[:1].upper()}{note[1:]}." for note in report.evaluation.notes]
     found = [
         f"{count:,} {_INCIDENTS[kind][count != 1]}{_ENDS.get(kind, '')}" for kind, count in report.incidents.items()
     ]

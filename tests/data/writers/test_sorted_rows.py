@@ -112,15 +112,51 @@ def test_a_write_that_fails_names_the_folder(
         found.add(rows := np.arange(9), columns_of(rows))
 
 
+def open_files(folder: Path) -> int:
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return sum(link.readlink().is_relative_to(folder) for link in links)
+
+
 def test_the_file_goes_with_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sorted_rows, "_MOST_HELD", 0)
-
-    def open_files() -> int:
-        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-        return sum(link.readlink().is_relative_to(tmp_path) for link in links)
-
     found = SortedRows(tmp_path, most_values=3)
     found.add(rows := np.arange(9), columns_of(rows))
-    assert open_files() == 1
+    assert open_files(tmp_path) == 1
     del found
-    assert open_files() == 0
+    assert open_files(tmp_path) == 0
+
+
+def test_the_file_ends_at_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its rows are read, and after; and while something else still has them."""
+    monkeypatch.setattr(sorted_rows, "_MOST_HELD", 0)
+    for is_read in (False, True):
+        found = SortedRows(tmp_path, most_values=3)
+        found.add(rows := np.arange(9), columns_of(rows))
+        assert found.file_bytes > 0
+        read = list(found.blocks()) if is_read else []
+        for _ in range(2):
+            found.close()
+            assert open_files(tmp_path) == 0
+        assert [len(table) for _, table in read] == ([9] if is_read else [])
+        del found
+
+
+def test_the_file_takes_no_room_that_it_must_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for before each part of it, and none is asked for that is not needed."""
+    asked = []
+
+    def leave_room(num_bytes: int) -> None:
+        asked.append(num_bytes)
+        if len(asked) == 2:
+            raise DiskFullError("others need it")
+
+    monkeypatch.setattr(sorted_rows, "_MOST_HELD", 0)
+    found = SortedRows(tmp_path, most_values=3, leave_room=leave_room)
+    found.add(rows := np.arange(9), columns_of(rows))
+    before = found.file_bytes
+    assert whole(found)[0] == list(range(9))
+    assert len(asked) == 1
+    assert 0 < asked[0] < 4_000
+    with pytest.raises(DiskFullError, match="others need it"):
+        found.add(rows + 9, columns_of(rows))
+    assert found.file_bytes >= before

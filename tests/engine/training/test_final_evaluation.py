@@ -8,10 +8,10 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -324,4 +324,79 @@ def test_a_disk_without_room_for_answers_costs_these_alone(
     assert not (tmp_path / "run" / "predictions.parquet").exists()
     assert evaluation(tmp_path).predictions is None
     (said,) = (text for text in callbacks.said if "not saved" in text)
-    assert said.startswith(f"the answers to its rows are not saved: cannot write {tmp_path / 'run'}: No space left")
+    assert said.startswith(f"the answers to its 40 rows are not saved: cannot write {tmp_path / 'run'}: No space left")
+    assert evaluation(tmp_path).notes == (said,)
+    assert f"T{said[1:]}." in Page(package.report(tmp_path / "run").read_text("utf-8")).text
+
+
+class Kept(RowScores):
+    """Scores that somebody keeps. files: open ones of the run's folder, as each begins."""
+
+    all: ClassVar[list[RowScores]] = []
+    files: ClassVar[list[int]] = []
+
+    def __init__(self, prepared: Any, seed: int, folder: Path, *given: Any) -> None:
+        super().__init__(prepared, seed, folder, *given)
+        self.all.append(self)
+        self.files.append(num_open(folder))
+
+
+def num_open(folder: Path) -> int:
+    """Files without a name in a folder that this process has open."""
+    links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return sum(link.startswith(str(folder)) and link.endswith("(deleted)") for link in links)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Kept]]:
+    monkeypatch.setattr(sorted_rows, "_MOST_HELD", 0)
+    monkeypatch.setattr(evaluations, "RowScores", Kept)
+    yield Kept
+    Kept.all.clear()
+    Kept.files.clear()
+
+
+def test_files_of_answers_end_with_their_use(model: Path, tmp_path: Path, kept: type[Kept]) -> None:
+    """Those of the last evaluation before the next one begins, and the last ones before the model is saved."""
+    at_export = []
+
+    class Listener(Warned):
+        def evaluation(self, record: Evaluation) -> None:
+            at_export.append(num_open(tmp_path / "run"))
+
+    train(model, tmp_path, num_train_epochs=3, baselines=False, callbacks=Listener())
+    assert (kept.files, at_export, len(kept.all)) == ([0, 0, 0], [0], 3)
+    assert len(pq.read_table(tmp_path / "run" / "predictions.parquet")) == 40
+
+
+@pytest.mark.parametrize("when", ["evaluated", "evaluation"])
+def test_files_of_answers_end_with_a_training_that_fails(
+    model: Path, tmp_path: Path, kept: type[Kept], when: str
+) -> None:
+    """Within an evaluation, and after one, while the error still has the frames of the training."""
+
+    class Fails(Warned):
+        def evaluated(self, step: int, metrics: Any) -> None:
+            if when == "evaluated":
+                raise ZeroDivisionError
+
+    if when == "evaluation":
+        add = kept.add
+        windows = []
+
+        def fails(self: Kept, *given: Any) -> None:
+            add(self, *given)
+            windows.append(num_open(tmp_path / "run"))
+            raise ZeroDivisionError
+
+        kept.add = fails  # type: ignore[method-assign]
+    try:
+        with pytest.raises(ZeroDivisionError) as caught:
+            train(model, tmp_path, baselines=False, callbacks=Fails())
+    finally:
+        if when == "evaluation":
+            del kept.add
+            assert windows == [1]
+    assert num_open(tmp_path / "run") == 0
+    assert len(kept.all) == 1
+    assert caught.value.__traceback__ is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,11 +14,13 @@ from safetensors.torch import load_file
 
 import brimful
 from brimful.core import atomic_files
-from brimful.core.callbacks import Callbacks
+from brimful.core.callbacks import Callbacks, Progress
 from brimful.core.errors import DiskFullError, OutputError
 from brimful.core.units import bytes_text
+from brimful.data.writers import sorted_rows
 from brimful.engine.training.checkpoint import newest_whole
-from runs import Runner, checkpoints, contents, events, learned
+from brimful.engine.training.run_folder import leave_room
+from runs import Runner, checkpoints, contents, events, learned, single_label_rows, write_rows
 
 pytestmark = pytest.mark.xdist_group("runs")  # one process makes what they share
 
@@ -109,6 +112,25 @@ def test_resuming_counts_the_room_that_the_run_has_already(
     assert learned(output) == learned(alone)
 
 
+def test_room_is_counted_while_checkpoints_go_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "weights").write_bytes(bytes(1 << 20))
+    real = os.scandir
+
+    def scandir(folder: Any) -> Any:
+        if str(folder).endswith("/b"):
+            shutil.rmtree(folder)
+        return real(folder)
+
+    monkeypatch.setattr(atomic_files, "free_bytes", lambda path: 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", scandir)
+        leave_room(tmp_path, (1 << 20) + 90, 10)
+    with pytest.raises(DiskFullError, match=f"100 B are free in {tmp_path}, where"):
+        leave_room(tmp_path, (1 << 20) + 91, 10)
+
+
 # --- later ----------------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +185,55 @@ def test_the_best_model_that_could_not_be_saved(model: Path, rows: Path, disk: C
     assert len(filler.warnings) == 1
     del losses[best]
     assert run.metrics["loss"] == min(losses.values())
+
+
+class FillsUp(Filler):
+    """Fills the disk at the first step, up to what a run of the same options has used in `like`, and a little more."""
+
+    def __init__(self, folder: Path, like: Path) -> None:
+        super().__init__(folder, full_at=0)
+        self._needed = pages(like)
+
+    def progress(self, progress: Progress) -> None:
+        if not self._file.exists():
+            free = atomic_files.free_bytes(self._file.parent)
+            assert free is not None
+            needed = self._needed - pages(self._file.parent / "run")
+            self._file.write_bytes(bytes(free - needed - LITTLE))
+
+
+def pages(folder: Path) -> int:
+    """Bytes that the files of a run take on a disk, without the answers to its rows."""
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.suffix != ".parquet"]
+    return sum(-(-size // 4096) * 4096 for size in sizes)
+
+
+def test_answers_do_not_take_the_room_of_what_must_be_saved(
+    model: Path, tmp_path: Path, disk: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has room for checkpoint and model, and for less than the answers to 3,000 rows."""
+    rows, held_out = tmp_path / "rows.jsonl", tmp_path / "held-out.jsonl"
+    write_rows(rows, single_label_rows(60))
+    write_rows(held_out, single_label_rows(3_000, seed=1))
+    given: dict[str, Any] = {
+        "model": model, "eval_data": held_out, "max_steps": 2, "batch_size": 8, "logging_steps": 1, "max_length": 8,
+        "baselines": False,
+    }  # fmt: skip
+    brimful.train(rows, output=tmp_path / "roomy", callbacks=Callbacks(), **given)
+    assert (tmp_path / "roomy" / "predictions.parquet").stat().st_size > LITTLE
+    monkeypatch.setattr(sorted_rows, "_MOST_HELD", 1 << 15)
+    output = disk("80m") / "run"
+    filler = FillsUp(output.parent, tmp_path / "roomy")
+    run = brimful.train(rows, output=output, callbacks=filler, **given)
+    assert run.status == "finished"
+    assert learned(output) == learned(tmp_path / "roomy")
+    assert checkpoints(output) == [2]
+    (warning,) = filler.warnings
+    assert warning.startswith("the answers to its 3,000 rows are not saved: ")
+    assert warning.endswith(f" are free in {output}, where checkpoints and model need room")
+    record = json.loads((output / "evaluation.json").read_text("utf-8"))
+    assert (record["predictions"], record["notes"]) == (None, [warning])
+    assert not (output / "predictions.parquet").exists()
 
 
 def test_an_exit_code_and_a_way_on_without_a_mount(

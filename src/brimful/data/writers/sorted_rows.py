@@ -8,10 +8,11 @@ Legend: S rows of a window.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -34,12 +35,15 @@ Integers = npt.NDArray[np.int64]
 class SortedRows:
     """Columns of rows by their numbers.
 
-    folder: of the file, which is made where rows are more than are held, and goes with this. most_values: that a row
-    has. Raises: DiskFullError or OutputError.
+    folder: of the file, which is made where rows are more than are held, and ends with `close`. most_values: that a row
+    has. leave_room: called with the bytes that are to be written next; it may raise.
+    Raises: DiskFullError or OutputError.
     """
 
-    def __init__(self, folder: Path, *, most_values: int) -> None:
-        self._folder = folder
+    def __init__(
+        self, folder: Path, *, most_values: int, leave_room: Callable[[int], None] = lambda num_bytes: None
+    ) -> None:
+        self._folder, self._leave_room = folder, leave_room
         self._block = max(1, min(_BLOCK_ROWS, _BLOCK_VALUES // max(1, most_values)))
         self._held: list[pa.Table] = []  # row numbers first
         self._held_bytes = 0
@@ -66,8 +70,22 @@ class SortedRows:
                 batches = self._file.read(self._batches[block])
             yield _split(_in_order([pa.Table.from_batches([batch]) for batch in batches]))
 
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the file, 0 without one."""
+        return 0 if self._file is None else self._file.num_bytes
+
+    def close(self) -> None:
+        """Let go of all rows, and of the file."""
+        self._held, self._held_bytes = [], 0
+        if self._file is not None:
+            self._file.close()
+
     def _spill(self) -> None:
         """Put what is held into the file."""
+        if not self._held:
+            return
+        self._leave_room(self._held_bytes)
         with atomic_files.file_errors(self._folder):
             for block, part in self._parts(self._held):
                 if self._file is None:
@@ -93,12 +111,18 @@ class _BatchFile:
     def __init__(self, folder: Path, schema: pa.Schema) -> None:
         with ExitStack() as stack:
             file = stack.enter_context(tempfile.TemporaryFile(dir=folder, prefix=atomic_files.TEMPORARY, buffering=0))
-            weakref.finalize(self, stack.pop_all().close)
+            #: Ends the file, which nobody else has a name of; a collected object's, too.
+            self.close = weakref.finalize(self, stack.pop_all().close)
         sink = Sink(lambda data: atomic_files.write_all(file.fileno(), data))
         options = pa.ipc.IpcWriteOptions(compression="lz4")
         self._file, self._writer = file, pa.ipc.new_file(pa.PythonFile(sink, mode="w"), schema, options=options)
         self._reader: pa.ipc.RecordBatchFileReader | None = None
         self._count = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file so far."""
+        return os.fstat(self._file.fileno()).st_size
 
     def write(self, table: pa.Table) -> int:
         """Append rows as one batch, and return its number."""

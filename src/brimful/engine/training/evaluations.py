@@ -6,13 +6,16 @@ import dataclasses
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 from brimful.core.records import OutOfMemory, Run
 from brimful.engine.inference import evaluate_rows, evaluating, evaluation_forward, predict, timed
 from brimful.engine.training.final_evaluation import RowScores, final_evaluation, learning_findings
 from brimful.engine.training.orders import Order
 from brimful.engine.training.run_context import RunContext
+from brimful.engine.training.run_folder import bytes_to_save, leave_room
 from brimful.hardware.ranks import ALONE
+from brimful.levers.optimizer import asked_optimizer
 from brimful.measurement.memory import MemoryWatch
 from brimful.tasks.task import LOWER_IS_BETTER
 
@@ -36,7 +39,8 @@ class Evaluations:
         run, state, ranks = self._run, self._run.state, self._run.built.step.ranks
         evaluation = run.prepared.evaluation
         assert evaluation is not None
-        scores, reading = self._no_scores(), run.built.step.update.reading()
+        self._keep_only(state.best_step)  # those of the last evaluation are not needed any more
+        scores, reading = self._new_scores(state.applied), run.built.step.update.reading()
         memory = self._memory.phases.phase("evaluation")
         of_all = run.built.step.update.gathers_weights  # each pass, and the leader's windows are all there are
         with (
@@ -64,8 +68,7 @@ class Evaluations:
         run.events.write("evaluated", step=state.applied, metrics=state.metrics)
         run.callbacks.evaluated(state.applied, state.metrics)
         improved = self._is_best()
-        self._scores = {step: each for step, each in self._scores.items() if step == state.best_step}
-        self._scores[state.applied] = scores
+        self._keep_only(state.best_step, state.applied)
         return improved
 
     def final(self, run: Run, *, step: int) -> Run:
@@ -81,6 +84,7 @@ class Evaluations:
             found = final_evaluation(
                 scores, context.prepared, context.options, run, path, context.callbacks, context.baselines
             )
+            self.close()  # before the model is saved
         context.callbacks.evaluation(found)
         baselines = {each.name: each.metrics for each in found.baselines}
         return dataclasses.replace(run, baselines=baselines, findings=found.findings)
@@ -90,7 +94,7 @@ class Evaluations:
         run, evaluation = self._run, self._run.prepared.evaluation
         assert evaluation is not None
         if step not in self._scores:
-            scores = self._no_scores()
+            scores = self._new_scores(step)
             step_of_all, ranks = run.built.step.update.gathers_weights, run.built.step.ranks
             together = ranks.together(Order.EVALUATE) if step_of_all else nullcontext()
             with evaluating(run.built.model), run.built.step.update.reading(), together, run.built.step.with_others():
@@ -98,11 +102,22 @@ class Evaluations:
                     run.built.step.keep_room()
                 for rows, logits_MC in timed(predict(self._forward, evaluation.tokens), ranks):
                     scores.add(rows, run.prepared.task.answers(logits_MC))
-            self._scores[step] = scores
         return self._scores[step]
 
-    def _no_scores(self) -> RowScores:
-        return RowScores(self._run.prepared, self._run.options.seed, self._run.folder.path)
+    def close(self) -> None:
+        """Let go of the answers to rows, and of the files that hold them."""
+        self._keep_only()
+
+    def _keep_only(self, *steps: int | None) -> None:
+        for step in self._scores.keys() - set(steps):
+            self._scores.pop(step).close()
+
+    def _new_scores(self, step: int) -> RowScores:
+        """Scores by the weights after `step`, of no row yet. A pass that does not end, ends the run."""
+        options, prepared, path = self._run.options, self._run.prepared, self._run.folder.path
+        needed = bytes_to_save(options, prepared.facts.num_parameters, asked_optimizer(options).state_bytes)
+        self._scores[step] = RowScores(prepared, options.seed, path, partial(leave_room, path, needed))
+        return self._scores[step]
 
     def _is_best(self) -> bool:
         options, state = self._run.options, self._run.state

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -40,15 +41,19 @@ RECORD, PREDICTIONS = "evaluation.json", "predictions.parquet"
 class RowScores:
     """Scores and answers of the evaluation rows by the weights of one step, window by window in any order.
 
-    folder: holds answers that are too many for memory, in a file without a name.
+    folder: holds answers that are too many for memory, in a file without a name until `close`. leave_room: called with
+    bytes of answers that are to be written next; it may raise.
     """
 
-    def __init__(self, prepared: Prepared, seed: int, folder: Path) -> None:
+    def __init__(
+        self, prepared: Prepared, seed: int, folder: Path, leave_room: Callable[[int], None] = lambda num_bytes: None
+    ) -> None:
         assert prepared.evaluation is not None
         self._scorer = make_scorer(prepared.space, prepared.evaluation.targets_N, seed=seed)
         self._form, self._examples = AnswerForm(space=prepared.space), prepared.evaluation.examples
         self._mistakes = MistakeFinder(prepared.space, prepared.evaluation.targets_N)
-        self._answers: SortedRows | None = SortedRows(folder, most_values=prepared.space.num_outputs)
+        self._leave_room, most_values = leave_room, prepared.space.num_outputs
+        self._answers: SortedRows | None = SortedRows(folder, most_values=most_values, leave_room=leave_room)
         self._why_lost = ""
 
     def add(self, rows_M: npt.NDArray[np.int64], logits_MC: npt.NDArray[np.float32]) -> None:
@@ -59,6 +64,7 @@ class RowScores:
             try:
                 self._answers.add(rows_M, self._form.columns(logits_MC))
             except (OutputError, DiskFullError) as error:
+                self._answers.close()
                 self._answers, self._why_lost = None, str(error)
 
     def record(self, **fields: Any) -> Evaluation:
@@ -71,6 +77,8 @@ class RowScores:
         """Write each row's answer, in the order of the rows. Raises: DiskFullError or OutputError."""
         if self._answers is None:
             raise OutputError(self._why_lost)
+        if self._answers.file_bytes:  # what memory holds has room in that for records
+            self._leave_room(self._answers.file_bytes)
         file = PredictionFile(path, part.examples.rows)
         try:
             for rows, answers in self._answers.blocks():
@@ -79,6 +87,11 @@ class RowScores:
             file.finish()
         finally:
             file.discard()
+
+    def close(self) -> None:
+        """Let go of the answers."""
+        if self._answers is not None:
+            self._answers.close()
 
 
 def final_evaluation(
@@ -112,10 +125,11 @@ def final_evaluation(
     try:
         scores.write(folder / PREDICTIONS, evaluation)
     except (OutputError, DiskFullError) as error:
-        callbacks.warning(f"the answers to its rows are not saved: {error}")
+        said = f"the answers to its {len(evaluation.examples):,} rows are not saved: {error}"
+        callbacks.warning(said)
         with suppress(OSError):  # those of an evaluation before this one
             (folder / PREDICTIONS).unlink(missing_ok=True)
-        record = replace(record, predictions=None)
+        record = replace(record, predictions=None, notes=(*record.notes, said))
     try:
         atomic_files.write_bytes(folder / RECORD, to_json(record).encode())
     except (OutputError, DiskFullError) as error:

@@ -103,7 +103,7 @@ class TrainingLoop:
         """Trains to the end and saves the model. Raises what `train` raises."""
         if self._ranks.watch is not None:
             self._ranks.watch.on_loss = self._leave
-        with self._signals, closing(self._built.source) as source, self._saving.settling():
+        with self._signals, closing(self._built.source) as source, self._saving.settling(), closing(self._evaluations):
             self._take_up()
             self._events.write("resumed" if self._state.consumed else "started", step=self._state.applied)
             self._clock = Clock(self._state.train_s)
@@ -232,6 +232,7 @@ class TrainingLoop:
         if not error.resumable or not self._saving.can_save:
             return error
         self._land_all()
+        self._evaluations.close()  # a checkpoint may need their room
         self._state.train_s = self._clock.seconds
         self._saving.save_now()
         self._tell_time()
@@ -437,6 +438,7 @@ class TrainingLoop:
         if number is None:
             return
         self._land_all()
+        self._evaluations.close()  # a checkpoint may need their room
         self._state.train_s = self._clock.seconds
         self._saving.save_now()
         self._tell_time()

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from brimful.core import atomic_files
-from brimful.core.errors import OutputError, printable
+from brimful.core.errors import DiskFullError, OutputError, printable
 from brimful.core.options.train import TrainOptions
 from brimful.core.records import Run, from_json, to_json
 from brimful.core.units import bytes_text
@@ -131,22 +131,24 @@ def differences_of_machine(before: Run, now: Run) -> list[str]:
     return [f"{name} was {before}, is {after}" for name, before, after in told if before != after]
 
 
-def check_space(path: Path, options: TrainOptions, num_parameters: int, state_bytes: int) -> None:
-    """Check that the checkpoints and the model of a run fit on the disk of `path`, which may hold some already.
+def bytes_to_save(options: TrainOptions, num_parameters: int, state_bytes: int) -> int:
+    """Most bytes of a run's checkpoints and model at a time, with a little for its records.
 
     state_bytes: of the optimizer's states of a parameter. An adapter's are few, and so are not counted.
-    Raises: OutputError with both numbers.
     """
     # Besides those kept, the one being written, and the best one where it is looked for.
     num_checkpoints = options.save_total_limit + 1 + (options.metric_for_best_model is not None)
     saved = num_parameters if options.peft is None or options.merge else 0
     trained = num_parameters if options.peft is None and options.freeze is None else 0
-    needed = 4 * saved + num_checkpoints * (4 + state_bytes) * trained + (64 << 20)
-    free = atomic_files.free_bytes(path)
-    held = 0
-    for file in itertools.chain((path / "checkpoints").rglob("*"), (path / "model").rglob("*")):
-        with suppress(OSError):  # one that goes away meanwhile counts for nothing
-            held += file.lstat().st_blocks * 512
+    return 4 * saved + num_checkpoints * (4 + state_bytes) * trained + (64 << 20)
+
+
+def check_space(path: Path, needed: int) -> None:
+    """Check that the disk of `path`, which may hold some of a run already, has room for `needed` bytes of it.
+
+    Raises: OutputError with both numbers.
+    """
+    free, held = atomic_files.free_bytes(path), _saved_bytes(path)
     if free is not None and free + held < needed:
         besides = f" besides the {bytes_text(held)} of its checkpoints" if held else ""
         raise OutputError(
@@ -154,3 +156,24 @@ def check_space(path: Path, options: TrainOptions, num_parameters: int, state_by
             f"{bytes_text(free)} are free{besides}",
             hint="free some space, use another --output, or lower --save-total-limit",
         )
+
+
+def leave_room(path: Path, needed: int, num_bytes: int) -> None:
+    """Check that `num_bytes` more, which a run can do without, leave room for the `needed` bytes of what it must save.
+
+    Raises: DiskFullError with the bytes that are free.
+    """
+    free = atomic_files.free_bytes(path)
+    if free is not None and free + _saved_bytes(path) - num_bytes < needed:
+        said = f"{bytes_text(free)} are free in {atomic_files.path_text(path)}, where checkpoints and model need room"
+        raise DiskFullError(said, hint="free some space, or lower --save-total-limit")
+
+
+def _saved_bytes(path: Path) -> int:
+    """Bytes of the checkpoints and the model that are in a run's folder."""
+    found = 0
+    for folder, _, names in itertools.chain(os.walk(path / "checkpoints"), os.walk(path / "model")):
+        for name in names:
+            with suppress(OSError):  # a file or a folder that goes away meanwhile counts for nothing
+                found += Path(folder, name).lstat().st_blocks * 512
+    return found

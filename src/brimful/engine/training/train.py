@@ -41,7 +41,7 @@ from brimful.engine.training.resume import (
     require_checkpoint,
 )
 from brimful.engine.training.run_context import RunContext
-from brimful.engine.training.run_folder import RunFolder, check_free, check_space, differences_of_machine
+from brimful.engine.training.run_folder import RunFolder, bytes_to_save, check_free, check_space, differences_of_machine
 from brimful.engine.training.same_path import agree, met, path_of
 from brimful.engine.training.tracked_log import tracked
 from brimful.hardware.asked import asked_of
@@ -149,7 +149,8 @@ def _train_on(
         check = partial(check_data, found, options)
     prepared = prepare(options, callbacks, phases, check, tables, found)
     if not _is_finished(found, path, prepared):
-        check_space(path, options, prepared.facts.num_parameters, asked_optimizer(options).state_bytes)
+        num_bytes = bytes_to_save(options, prepared.facts.num_parameters, asked_optimizer(options).state_bytes)
+        check_space(path, num_bytes)
     if options.dry_run:
         built = build(options, prepared, precision, callbacks, phases, ranks=ranks)
         callbacks.recipe(built.recipe)
