@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -41,7 +42,8 @@ WORK = asdict(guide_bench().workload)
 
 class Plans:
     """Processes of rows that answer at once. done: rows that were begun. turns: of a row, rate and cores by turn.
-    blocks: of a row, rates of its blocks by turn. stops: what a row raises. steps: that it says it has done."""
+    blocks: of a row, rates of its blocks by turn. stops: what a row raises. steps: that it says it has done.
+    cut: blocks after which a row was cut short, by turn."""
 
     def __init__(self, **ends: Ended) -> None:
         self.done: list[str] = []
@@ -52,6 +54,8 @@ class Plans:
         self.blocks: dict[str, list[tuple[float, ...]]] = {}
         self.stops: dict[str, Callable[[], object]] = {}
         self.steps = 1
+        self.cut: dict[str, list[int]] = {}
+        self.until: list[float | None] = []
 
     def __call__(self, plan: Mapping[str, Any], watch: Watch, *, limit_s: float | None, folder: Path) -> Ended:
         json.dumps(plan)
@@ -72,10 +76,14 @@ class Plans:
         if blocks := self.blocks.get(self.done[-1]):
             more["block_rates"] = blocks.pop(0)
             rate = median(more["block_rates"])
+        cut = (self.cut.get(self.done[-1]) or [0]).pop(0)
+        if cut:
+            more |= {"block_rates": tuple(rate + i for i in range(-cut // 2 + 1, cut // 2 + 1)), "loss": None}
+        self.until.append(plan["until"])
         found = figures(rate, 4, flops_per_s=1e13, **{**self.more, **more})
         return Ended(
-            found={"measured": json.loads(json_text(asdict(found))), "notes": ["mind"]}, wall_s=self.wall_s,
-            nvml_bytes=1 << 31,
+            found={"measured": json.loads(json_text(asdict(found))), "notes": ["mind"], "cut_short": cut > 0},
+            wall_s=self.wall_s, nvml_bytes=1 << 31,
         )  # fmt: skip
 
 
@@ -747,6 +755,75 @@ def test_rates_of_products_are_the_best_of_all_calls(tmp_path: Path, plans: Plan
     assert cells(bench(tmp_path, rows="weight_decay=0.1"), 0)[6] == "20.0 %"
     plans.work |= {"rates": {"fp32": 2e13}, "rates_waiting": {"fp32": 0.4}}
     assert cells(bench(tmp_path, rows="weight_decay=0.1"), 0)[6] == "20.0 %"
+
+
+def test_a_row_that_the_budget_cut_short_keeps_its_figures(tmp_path: Path, plans: Plans) -> None:
+    """Marked in all that shows it, until a later call has measured it whole."""
+    plans.cut = {"brimful: weight_decay=0.1": [3, 3, 4, 0]}
+    asked: dict[str, Any] = {"rows": "weight_decay=0.1", "repeats": 5, "budget_s": 1e4}
+    options = BenchOptions(model="m", output=str(tmp_path / "b"), batch_size=4, **asked)
+    told, heard = list[str](), Callbacks()
+    heard.note = told.append  # type: ignore[method-assign]
+    began = time.monotonic()
+    found = bench_run.run_bench(options, heard, command="brimful bench m")
+    assert all(until is not None and began < until < time.monotonic() + 1e4 for until in plans.until)
+    why = "the budget was over after 3 of 5 blocks"
+    assert f"brimful: weight_decay=0.1: 50 samples/s, 2.0 GiB; {why}" in told
+    row = next(each for each in found.rows if each.row.key == "brimful: weight_decay=0.1")
+    number = found.rows.index(row)
+    assert (row.status, row.cut_short, row.reason) == ("measured", True, why)
+    assert row.measured is not None
+    assert row.measured.block_rates == (49.0, 50.0, 51.0)
+    assert cells(found, number)[3] == "4.0 % of 3, cut short"
+    shown = bench_text(found)
+    assert f"Cut short, and measured again by a call with more time:\n  brimful: weight_decay=0.1: {why}\n" in shown
+    assert "The same command goes on with the rest" in shown
+    assert f"- brimful: weight_decay=0.1: {why}" in (tmp_path / "b" / "results.md").read_text("utf-8")
+    table = list(csv.DictReader((tmp_path / "b" / "results.csv").read_text().splitlines()))
+    assert [each["cut_short"] for each in table].count("yes") == 1
+    assert (table[number]["cut_short"], table[number]["repeats"], table[number]["reason"]) == ("yes", "3", why)
+    stored = json.loads((tmp_path / "b" / "results.json").read_text("utf-8"))["rows"][number]
+    assert (stored["cut_short"], len(stored["measured"]["block_rates"])) == (True, 3)
+    page = Page((tmp_path / "b" / "bench.html").read_text("utf-8")).text
+    assert f"Row {number + 1}: {why}; a call with more time measures it again (cut short)." in page
+    assert "4.0 % of 3, cut short" in page
+    assert plans.done.count("brimful: weight_decay=0.1") == 2  # there was time, and it did no better
+    again = bench(tmp_path, **asked)  # cut short again, of more blocks
+    assert len((again.rows[number].measured or row.measured).block_rates) == 4
+    assert again.rows[number].cut_short
+    plans.done.clear()
+    whole = bench(tmp_path, **asked)
+    assert plans.done == ["brimful: weight_decay=0.1"]
+    assert not any(each.cut_short or each.reason for each in whole.rows)
+    assert "Cut short" not in bench_text(whole)
+    plans.done.clear()
+    bench(tmp_path, **asked)
+    assert plans.done == []
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_row_cut_short_is_measured_again_where_there_is_time_for_it(tmp_path: Path, plans: Plans) -> None:
+    """And not before: other rows need the budget, and what this one needs is said."""
+    plans.cut, plans.wall_s = {"trainer: plain": [3, 0]}, 40.0
+    more: dict[str, Any] = {"rows": "weight_decay=0.1", "repeats": 5, "steps": 1, "warmup_steps": 1}
+    found = bench(tmp_path, budget_s=25.0, **more)
+    assert plans.done == ["trainer: plain"]
+    assert set(statuses(found).values()) == {"measured", "left"}
+    assert found.needs_budget_s is None
+    assert "The same command goes on with the rest" in bench_text(found)
+    plans.done.clear()
+    for _ in range(6):
+        found = bench(tmp_path, budget_s=45.0, **more)
+    assert set(statuses(found).values()) == {"measured"}
+    assert len(plans.done) == len(found.rows) - 1
+    assert "trainer: plain" not in plans.done
+    assert found.needs_budget_s == 70.0  # 6 steps, of which 4 took 40 s
+    assert "No row more fits in the budget: raise --budget-s to some 70, or give 0 for no limit" in bench_text(found)
+    plans.done.clear()
+    found = bench(tmp_path, budget_s=70.0, **more)
+    assert plans.done == ["trainer: plain"]
+    assert not any(each.cut_short for each in found.rows)
+    assert found.needs_budget_s is None
 
 
 def test_the_command_with_real_processes(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from brimful.benchmarking import figures
 from brimful.benchmarking.our_side import measure_ours
 from brimful.benchmarking.trainer_side import measure_trainers
 from brimful.benchmarking.worker import failure, measure
@@ -187,3 +190,61 @@ def test_the_process_of_a_row_ends_with_whoever_began_it(folder: Path, tmp_path:
         process.stdout.read()
         assert process.wait(60) == 1
     assert not (tmp_path / "result.json").exists()
+
+
+class Clock:
+    """Time that moves on by a second each time that a block's edge is read, of which the fifth one comes late."""
+
+    def __init__(self) -> None:
+        self.edges = 0
+
+    def perf_counter(self) -> float:
+        self.edges += 1
+        return self.edges + (0.5 if self.edges > 4 else 0.0)
+
+    def monotonic(self) -> float:
+        return float(self.edges)
+
+    def process_time(self) -> float:
+        return float(self.edges)
+
+
+@pytest.mark.parametrize("side", [ours, theirs])
+def test_a_row_ends_with_the_blocks_that_there_is_time_for(
+    side: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After four of six blocks, as the fifth would not end in time; of those the figures are. Its loss, which is of the
+    last block, is of none."""
+    steps = Steps(warm_up=2, repeats=6, block=2)
+    asked, told = options(folder), list[int]()
+    work = make_work(asked, Callbacks(), steps)
+    monkeypatch.setattr(figures, "time", Clock())
+    measure: Any = measure_ours if side is ours else partial(measure_trainers, work, {})
+    arguments = (work, steps) if side is ours else (steps,)
+    found = measure(*arguments, Callbacks(), told.append, until=5.9)
+    assert found.block_rates == (16.0, 16.0, 16.0, 16 / 1.5)
+    assert told[-1] == steps.warm_up + 4 * steps.block
+    lengths = work.lengths(range(steps.warm_up, told[-1]))
+    assert found.tokens_per_s == pytest.approx(16.0 * lengths.mean())
+    assert found.fill is not None
+    assert 0.5 < found.fill <= 1.0
+    assert (found.samples_per_s, found.loss) == (16.0, None)
+
+
+@pytest.mark.parametrize(("repeats", "until", "blocks"), [(6, 0.0, 3), (2, 0.0, 2), (6, None, 6), (3, 0.0, 3)])
+def test_a_row_has_three_blocks_at_least(repeats: int, until: float | None, blocks: int) -> None:
+    steps, found = Steps(warm_up=1, repeats=repeats, block=1), figures.Blocks(until=until)
+    for _ in range(20):
+        found.mark()
+        if found.is_over(steps):
+            break
+    assert found.done(steps) == Steps(warm_up=1, repeats=blocks, block=1)
+
+
+@pytest.mark.parametrize("side", ["brimful", "trainer"])
+def test_a_process_ends_at_its_time_with_what_it_has(side: str, folder: Path) -> None:
+    plan = {"options": asdict(options(folder)), "row": {"side": side, "name": "plain", "settings": {}}}
+    plan |= {"steps": asdict(Steps(warm_up=1, repeats=5, block=1)), "until": time.monotonic()}
+    found = measure(plan, folder)
+    assert found["cut_short"]
+    assert len(found["measured"]["block_rates"]) == 3

@@ -40,9 +40,11 @@ def recommended(found: Sequence[BenchRow], memory_limit: str | None, *, on_gpu: 
 
 
 def is_final(row: BenchRow) -> bool:
-    """False for a row that the next call tries again: one that failed, as a package may be missing, or that somebody
-    killed."""
-    return row.status == "measured" or (row.status == "out_of_memory" and not (row.reason or "").startswith(KILLED))
+    """False for a row that the next call tries again: one that was cut short, that failed, as a package may be missing,
+    or that somebody killed."""
+    if row.status == "measured":
+        return not row.cut_short
+    return row.status == "out_of_memory" and not (row.reason or "").startswith(KILLED)
 
 
 def waited_less(one: Measured, other: Measured) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from brimful.benchmarking.waiting import ThreadTimes, thread_times, waiting_share
-from brimful.core.bench import Measured, Steps
+from brimful.core.bench import LEAST_BLOCKS, Measured, Steps
 from brimful.core.phases import process_began
 from brimful.core.records import Arithmetic, PeakMemory, Recipe
 
@@ -20,7 +20,8 @@ from brimful.core.records import Arithmetic, PeakMemory, Recipe
 @dataclass
 class Blocks:
     """Readings of a row: `time.perf_counter()` at the edges of blocks, the losses of the last block, and the tokens
-    that timed steps computed, padding counted. first_step_at: end of the very first step."""
+    that timed steps computed, padding counted. first_step_at: end of the very first step. until: `time.monotonic()` by
+    which the last block is to end, None without such a time."""
 
     marks: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -28,12 +29,26 @@ class Blocks:
     losses: list[float] = field(default_factory=list)
     computed_tokens: int = 0
     first_step_at: float | None = None
+    until: float | None = None
 
     def mark(self) -> None:
         """Note an edge of a block: now."""
         self.marks.append(time.perf_counter())
         self.cpu_s.append(time.process_time())
         self.threads.append(thread_times())
+
+    def done(self, steps: Steps) -> Steps:
+        """Return the steps of a row without the blocks that were not made."""
+        return dataclasses.replace(steps, repeats=len(self.marks) - 1)
+
+    def is_over(self, steps: Steps) -> bool:
+        """Return whether the row ends here: all blocks are made, or enough, and another one would not end in time."""
+        seconds = [after - before for before, after in pairwise(self.marks)]
+        if len(seconds) >= steps.repeats:
+            return True
+        if self.until is None or len(seconds) < LEAST_BLOCKS:
+            return False
+        return time.monotonic() + max(seconds) > self.until
 
 
 def together(first: Measured, other: Measured) -> Measured:

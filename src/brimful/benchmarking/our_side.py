@@ -31,8 +31,13 @@ from brimful.step.recovery import out_of_memory_text
 _IN_FLIGHT = 2
 
 
-def measure_ours(work: Work, steps: Steps, callbacks: Callbacks, told: Callable[[int], None]) -> Measured:
-    """Train for some steps and time them. told: called with the steps done so far. Raises: what training raises."""
+def measure_ours(
+    work: Work, steps: Steps, callbacks: Callbacks, told: Callable[[int], None], until: float | None = None
+) -> Measured:
+    """Train for some steps and time them. told: called with the steps done so far. until: as of `Blocks`.
+
+    Raises: what training raises.
+    """
     options, device = work.options, work.device
     check_installed(options.optim)
     limits = device_memory(device, options.memory_limit, options.allocator)
@@ -44,8 +49,10 @@ def measure_ours(work: Work, steps: Steps, callbacks: Callbacks, told: Callable[
             callbacks.warning(f"{each} was not equal to the plain model on the first batch, and a slower path ran")
         if not built.packing.packed and options.packing != "off":
             callbacks.warning(f"not packed: {built.packing.reason}")
-        blocks = _run(built, steps, callbacks, told)
+        blocks = Blocks(until=until)
+        _run(built, steps, callbacks, told, blocks)
         peak = memory.peak()
+    steps = blocks.done(steps)
     timed = range(steps.warm_up, steps.total)
     lengths = work.lengths(timed)
     return figures(
@@ -66,9 +73,9 @@ def arithmetic_of(recipe: Recipe) -> Arithmetic:
     return "training" if "training" in classes else "rounding" if "rounding" in classes else "exact"
 
 
-def _run(built: Built, steps: Steps, callbacks: Callbacks, told: Callable[[int], None]) -> Blocks:
-    """Times at the edges of blocks, when the device has done all that it was told; losses and computed tokens."""
-    blocks, flying, device = Blocks(), deque[Any](), built.step.device
+def _run(built: Built, steps: Steps, callbacks: Callbacks, told: Callable[[int], None], blocks: Blocks) -> None:
+    """Read times at the edges of blocks, when the device has done all that it was told; losses and computed tokens."""
+    flying, device = deque[Any](), built.step.device
 
     def hear(found: OutOfMemory) -> None:
         built.source.layout = fitted.layout
@@ -95,5 +102,7 @@ def _run(built: Built, steps: Steps, callbacks: Callbacks, told: Callable[[int],
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 blocks.mark()
-    blocks.losses = losses[-steps.block :]
-    return blocks
+                if blocks.is_over(steps):
+                    break
+    if len(losses) == steps.total:
+        blocks.losses = losses[-steps.block :]

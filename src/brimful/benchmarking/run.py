@@ -21,7 +21,7 @@ from brimful.benchmarking.process import Ended, Watch, run_plan
 from brimful.benchmarking.rows import check_rows, in_turns, recommended_of, rows_of, same_rows, words_of
 from brimful.benchmarking.stopping import GOES_ON, name_of, stopped_by_sigterm
 from brimful.benchmarking.told import START_S, STEPS_S, more_time, tell, work_text
-from brimful.core.bench import RECOMMENDED, RESULTS, Bench, BenchRow, Measured, Row, Steps, Workload
+from brimful.core.bench import LEAST_BLOCKS, RECOMMENDED, RESULTS, Bench, BenchRow, Measured, Row, Steps, Workload
 from brimful.core.callbacks import Callbacks
 from brimful.core.command_line import command_of
 from brimful.core.errors import InputError, Interrupted, printable
@@ -33,6 +33,8 @@ from brimful.reports.bench_text import bench_csv, bench_markdown, budget_text
 from brimful.reports.svg import check_charts
 
 _MOST_BLOCK, _MOST_WARM_UP, _REPEATS = 20, 24, 5
+#: Seconds of the budget that a row has after its last block, to count and to end.
+_COUNT_S = 3.0
 #: Seconds below which no row is begun.
 _LEAST_S = 2.0
 #: Most seconds of a row without a budget: it hangs by then.
@@ -99,15 +101,33 @@ class BenchRun:
             self._found.append(self._row(row, f"row {number + 1} of {len(rows) + 1}", later))
             self._tell(self._found[-1])
             self._save()  # a killed bench leaves what it found
+        self._finish(range(len(rows)), after=1)
         self._measure_again(range(len(rows)), after=1)  # before one of them is said to be the fastest
         self._add_blocks(range(len(rows)))
         self._recommend()
+        self._finish(range(len(rows), len(self._found)), after=0)
         self._measure_again(range(len(rows), len(self._found)), after=0)
         return self._write()
 
     def _num_again(self) -> int:
         """Rows known by now that are to be measured once more."""
-        return sum(self._disturbed(each) or self._uneven(each) for each in self._found)
+        return sum(each.cut_short or self._disturbed(each) or self._uneven(each) for each in self._found)
+
+    def _finish(self, rows: Sequence[int], *, after: int) -> None:
+        """Measure those of these rows again that the budget cut short, where there is time for all their blocks. The
+        measurement of more blocks counts. after: how many rows come then."""
+        cut = [number for number in rows if self._found[number].cut_short]
+        for place, number in enumerate(cut, 1):
+            first, left = self._found[number], self._left_s()
+            if left is not None and self._whole_s(first) > left:
+                self._cut_s = self._cut_s or self._whole_s(first)
+                continue
+            other = self._begin(first.row, "again, as it was cut short", len(cut) - place + after)
+            if first.measured is None or other is None or other.measured is None:  # there was no time
+                continue
+            self._tell(other, again=True)
+            if not other.cut_short or len(other.measured.block_rates) > len(first.measured.block_rates):
+                self._put(number, other)
 
     def _measure_again(self, rows: Sequence[int], *, after: int) -> None:
         """Measure those of these rows once more that others disturbed; the measurement counts that waited less.
@@ -118,7 +138,7 @@ class BenchRun:
         for place, number in enumerate(disturbed, 1):
             first = self._found[number]
             other = self._begin(first.row, "again, undisturbed", len(disturbed) - place + after)
-            if first.measured is None or other is None or other.measured is None:  # there was no time
+            if first.measured is None or other is None or other.measured is None or other.cut_short:  # no time for it
                 continue
             self._tell(other, again=True)
             if waited_less(first.measured, other.measured):
@@ -138,6 +158,11 @@ class BenchRun:
             self._put(number, dataclasses.replace(first, measured=together(first.measured, other.measured)))
             self._tell(self._found[number], again=True)
 
+    def _whole_s(self, row: BenchRow) -> float:
+        """Seconds that a row would take with all its blocks, at its own speed."""
+        done = 0 if row.measured is None else len(row.measured.block_rates)
+        return (row.wall_s or 0.0) * self._steps_now.total / dataclasses.replace(self._steps_now, repeats=done).total
+
     def _put(self, number: int, row: BenchRow) -> None:
         """Replace a row by what was measured since."""
         self._found[number] = row
@@ -147,12 +172,12 @@ class BenchRun:
     def _uneven(self, row: BenchRow) -> bool:
         """Return whether blocks of one process are far apart, which had all that the GPU has."""
         found, repeats = row.measured, self._steps_now.repeats
-        if found is None or not self._work.on_gpu or len(found.block_rates) > repeats:
+        if found is None or row.cut_short or not self._work.on_gpu or len(found.block_rates) > repeats:
             return False
         return (found.spread or 0.0) > _UNEVEN
 
     def _disturbed(self, row: BenchRow) -> bool:
-        return row.measured is not None and self._work.disturbed(row.measured)
+        return row.measured is not None and not row.cut_short and self._work.disturbed(row.measured)
 
     def _workload(self) -> Workload:
         """The work and the machine, from a process like those of the rows. Raises: InputError that was raised there."""
@@ -174,7 +199,8 @@ class BenchRun:
         return from_json(Workload, json_text(found["workload"]))
 
     def _measure(self, row: Row | None, watch: Watch, limit_s: float | None) -> Ended:
-        return run_plan(self._plan(row), watch, limit_s=limit_s, folder=self._folder.processes)
+        until = None if self._deadline is None else self._deadline - _COUNT_S
+        return run_plan({**self._plan(row), "until": until}, watch, limit_s=limit_s, folder=self._folder.processes)
 
     def _plan(self, row: Row | None) -> dict[str, Any]:
         steps = None if row is None else dataclasses.asdict(self._steps_now)
@@ -190,7 +216,7 @@ class BenchRun:
         num = max(seconds, 0.0) / max(workload.step_s or 1.0, 1e-4)
         block = asked.steps or max(1, min(_MOST_BLOCK, int(0.8 * num / repeats)))
         if asked.repeats is None and asked.steps is None and num < repeats + 2:
-            repeats = 3
+            repeats = LEAST_BLOCKS
         warm_up = asked.warmup_steps or max(2, min(_MOST_WARM_UP, int(0.2 * num)))
         return Steps(warm_up=warm_up, repeats=repeats, block=block)
 
@@ -214,6 +240,8 @@ class BenchRun:
     def _row(self, row: Row, place: str, after: int) -> BenchRow:
         """One row, measured or as it was. after: how many come after it, the recommended one among them."""
         known = self._known(row)
+        if known is not None and known.cut_short:  # other rows have no figures at all
+            return known
         if known is not None and (is_final(known) or known.status == "unsupported"):
             self._walls += [known.wall_s] if known.measured is not None and known.wall_s else []
             return known
@@ -222,6 +250,7 @@ class BenchRun:
             return known or BenchRow(row=row, status="left", reason="no time left")
         if found.status != "left":
             self._folder.keep(found)
+        self._num_now += found.cut_short
         return found
 
     def _known(self, row: Row) -> BenchRow | None:
@@ -251,7 +280,10 @@ class BenchRun:
         told(0)
         ended = self._measure(row, Watch(told=told), limit)
         found = self._result(row, ended, last)
-        if found.measured is not None:
+        if found.cut_short:
+            self._cut_s = self._whole_s(found)
+            self._walls.append(self._cut_s)
+        elif found.measured is not None:
             self._num_now += 1
             self._walls += [] if found.wall_s is None else [found.wall_s]
         return found
@@ -267,7 +299,11 @@ class BenchRun:
                 nvml_bytes=ended.nvml_bytes if self._work.on_gpu else None,
                 datasheet_mfu=over(figures.flops_per_s, self._work.datasheet.get(figures.products)),
             )
-            return BenchRow(row=row, status="measured", measured=figures, notes=notes, wall_s=wall_s)
+            measured = BenchRow(row=row, status="measured", measured=figures, notes=notes, wall_s=wall_s)
+            if not found.get("cut_short"):
+                return measured
+            said = f"the budget was over after {len(figures.block_rates)} of {self._steps_now.repeats} blocks"
+            return dataclasses.replace(measured, reason=said, cut_short=True)
         reason = str(found.get("error") or ended.reason)
         if ended.timed_out and self._deadline is not None and time.monotonic() >= self._deadline - 1:
             total = self._steps_now.total
@@ -362,8 +398,13 @@ class BenchRun:
         return command_of("bench", dataclasses.replace(self._options, rows=",".join(words)))
 
     def _needs_s(self, found: Sequence[BenchRow]) -> float | None:
-        """Seconds that a call needs to measure one of the rows that are left; None where this one measured some."""
-        if self._deadline is None or self._num_now or all(each.status != "left" for each in found):
+        """Seconds that a call needs to measure one of the rows that are left or cut short; None where this one measured
+        some."""
+        if (
+            self._deadline is None
+            or self._num_now
+            or not any(each.status == "left" or each.cut_short for each in found)
+        ):
             return None
         seconds = 10 * math.ceil((self._before_s + (self._cut_s or self._expected_s())) / 10)
         return float(max(seconds, math.ceil(self._options.budget_s) + 10))

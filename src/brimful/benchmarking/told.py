@@ -21,7 +21,8 @@ def tell(callbacks: Callbacks, work: Workload, found: BenchRow, *, again: bool =
         callbacks.note(f"{key}: {_why(found)}")
         return
     memory = "" if figures.memory_bytes is None else f", {bytes_text(figures.memory_bytes)}"
-    callbacks.note(f"{key}: {rate_text(figures.samples_per_s)} samples/s{memory}")
+    cut = f"; {found.reason}" if found.cut_short else ""
+    callbacks.note(f"{key}: {rate_text(figures.samples_per_s)} samples/s{memory}{cut}")
     if work.disturbed(figures):
         said = f"it had {figures.cores or 0.0:.1f} of {work.num_threads} cores"
         if figures.waiting is not None:

@@ -34,9 +34,10 @@ _WATCHED_STEPS = 2
 
 def measure_trainers(
     work: Work, settings: Mapping[str, Any], steps: Steps, callbacks: Callbacks, told: Callable[[int], None],
-    parent: Path | None = None,
+    parent: Path | None = None, until: float | None = None,
 ) -> Measured:  # fmt: skip
     """Train for some steps and time them. told: called with the steps done so far. parent: of Trainer's own folder.
+    until: as of `Blocks`.
 
     Raises: what Trainer raises.
     """
@@ -45,7 +46,7 @@ def measure_trainers(
     with device_memory(device, options.memory_limit, "default"), quiet_transformers(), ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=parent))
         arguments = _arguments(work, settings, steps, folder)
-        clock = _Clock(steps, told)
+        clock = _Clock(steps, told, until)
         collator = None if work.random else DataCollatorWithPadding(work.prepared.tokenizer)
         trainer = _Watched(
             model=model, args=arguments, train_dataset=_Rows(work, steps), data_collator=collator, callbacks=[clock]
@@ -56,10 +57,11 @@ def measure_trainers(
         memory = MemoryWatch(device, trainer.phases, limit=options.memory_limit)
         trainer.train()
         peak = memory.peak()
-    if len(clock.blocks.marks) != steps.repeats + 1:
-        raise RuntimeError(f"Trainer ended after {trainer.state.global_step} of {steps.total} steps")
-    lengths = work.lengths(range(steps.warm_up, steps.total))
     blocks = clock.blocks
+    if not blocks.is_over(steps):
+        raise RuntimeError(f"Trainer ended after {trainer.state.global_step} of {steps.total} steps")
+    steps = blocks.done(steps)
+    lengths = work.lengths(range(steps.warm_up, steps.total))
     # A batch's tokens are read back after the last step: reading them beside the steps would wait for the device.
     computed = [int(each) for each in trainer.computed]
     per_step = len(computed) // steps.total
@@ -177,8 +179,8 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
 
     watched: _Watched
 
-    def __init__(self, steps: Steps, told: Callable[[int], None]) -> None:
-        self.blocks, self._steps, self._told, self._update = Blocks(), steps, told, ExitStack()
+    def __init__(self, steps: Steps, told: Callable[[int], None], until: float | None) -> None:
+        self.blocks, self._steps, self._told, self._update = Blocks(until=until), steps, told, ExitStack()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.watched.watching:
@@ -197,7 +199,7 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
             _wait()
             self.blocks.mark()
             control.should_log = True  # the mean loss since the last log: of the block
-        control.should_training_stop = done >= self._steps.total
+            control.should_training_stop = self.blocks.is_over(self._steps)
 
 
 def _wait() -> None:

@@ -1,8 +1,9 @@
 """The process of one row: `python -m brimful.benchmarking.worker PLAN.json RESULT.json`.
 
-The plan has options of the bench, and a row with its steps, or none for a look at the work and the machine. The result
-has what was found, or the reason that there is nothing. Lines on stdout of the form `STEP n` say how far it is. The
-process ends when its stdin does: it does not outlive whoever started it.
+The plan has options of the bench, and a row with its steps and the time by which it is to end, of `time.monotonic()`,
+which processes share; or no row, for a look at the work and the machine. The result has what was found, and whether it
+is of fewer blocks than were asked for, or the reason that there is nothing. Lines `STEP n` on stdout say how far it is.
+The process ends when its stdin does: it does not outlive whoever started it.
 """
 
 from __future__ import annotations
@@ -46,15 +47,16 @@ def measure(plan: dict[str, Any], folder: Path | None = None) -> dict[str, Any]:
     if plan["row"] is None:
         workload = describe(make_work(options, notes))
         return {"workload": dataclasses.asdict(workload), "notes": notes.lines}
-    row, steps = Row(**plan["row"]), Steps(**plan["steps"])
+    row, steps, until = Row(**plan["row"]), Steps(**plan["steps"]), plan.get("until")
     if row.side == "brimful":
-        found = measure_ours(make_work(options, notes, steps, **row.settings), steps, notes, _told)
+        found = measure_ours(make_work(options, notes, steps, **row.settings), steps, notes, _told, until)
     else:
         from brimful.benchmarking.trainer_side import measure_trainers
 
         work = make_work(options, Callbacks(), steps)
-        found = measure_trainers(work, row.settings, steps, notes, _told, folder)
-    return {"measured": dataclasses.asdict(found), "notes": notes.lines}
+        found = measure_trainers(work, row.settings, steps, notes, _told, folder, until)
+    cut_short = len(found.block_rates) < steps.repeats
+    return {"measured": dataclasses.asdict(found), "notes": notes.lines, "cut_short": cut_short}
 
 
 def main(plan: Path, result: Path) -> None:

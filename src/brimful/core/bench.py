@@ -24,6 +24,8 @@ Status = Literal["measured", "out_of_memory", "failed", "unsupported", "left", "
 RESULTS = "results.json"
 #: The work that its rows are of, and the folder of finished ones: what a bench leaves that measured none.
 SETUP, ROWS = "bench.json", "rows"
+#: Fewest blocks whose median is a row's speed, where nobody asks for fewer.
+LEAST_BLOCKS = 3
 #: Share of waiting for a core above which a row's speed says little.
 _WAITING = 0.1
 #: Name of the last row: the fastest recipe of brimful that changes no arithmetic, measured once more.
@@ -176,7 +178,10 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRow:
-    """One row, and its figures or the reason that there are none. notes: warnings of the process. wall_s: of it."""
+    """One row, and its figures or the reason that there are none. notes: warnings of the process. wall_s: of it.
+
+    cut_short: its figures are of fewer blocks than the others', as `reason` says: the next call measures it again.
+    """
 
     row: Row
     status: Status
@@ -184,6 +189,7 @@ class BenchRow:
     reason: str | None = None
     notes: tuple[str, ...] = ()
     wall_s: float | None = None
+    cut_short: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

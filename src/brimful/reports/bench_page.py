@@ -117,6 +117,12 @@ def _warnings(bench: Bench) -> list[str]:
         lines.insert(0, f"{_numbered(disturbed)}: {busy}.")
     if any(figures.mfu is not None and work.rate_disturbed(figures) for _, figures in measured):
         lines.insert(0, "Other programs were busy while matrix products were measured, so MFU says little (marked *).")
+    cut = dict[str, list[int]]()
+    for number, each in enumerate(bench.rows, 1):
+        if each.cut_short:
+            cut.setdefault(each.reason or "", []).append(number)
+    again = "a call with more time measures it again (cut short)"
+    lines = [*(f"{_numbered(numbers)}: {text}; {again}." for text, numbers in cut.items()), *lines]
     if (unfinished := unfinished_text(bench)) is not None:
         lines.insert(0, f"{unfinished}. The same command goes on.")
     return lines

@@ -46,7 +46,7 @@ def cells(bench: Bench, number: int) -> tuple[str, ...]:
         str(number + 1),
         name,
         rate_text(figures.samples_per_s) + busy_mark(bench, figures),
-        "" if figures.spread is None else f"{share_text(figures.spread)} of {len(figures.block_rates)}",
+        _spread_text(bench.rows[number], figures),
         "" if ratio is None else f"{ratio:.2f}",
         count_text(figures.tokens_per_s),
         ""
@@ -56,6 +56,13 @@ def cells(bench: Bench, number: int) -> tuple[str, ...]:
         "" if figures.loss is None else f"{figures.loss:.3f}",
         figures.arithmetic,
     )
+
+
+def _spread_text(each: BenchRow, figures: Measured) -> str:
+    """Spread and number of blocks, and whether they are fewer than those of other rows."""
+    if figures.spread is None:
+        return ""
+    return f"{share_text(figures.spread)} of {len(figures.block_rates)}" + (", cut short" if each.cut_short else "")
 
 
 def bench_text(bench: Bench) -> str:
@@ -74,7 +81,7 @@ def bench_text(bench: Bench) -> str:
         lines += ["", said]
     if (said := budget_text(bench)) is not None:
         lines += ["", f"No row more fits in the budget: {said}"]
-    elif any(each.status in ("left", "not_reached") for each in bench.rows):
+    elif any(each.status in ("left", "not_reached") or each.cut_short for each in bench.rows):
         lines += ["", f"The same command goes on with the rest: {printable(bench.command, 1000)}"]
     return "\n".join(lines)
 
@@ -105,7 +112,7 @@ def _reasons(bench: Bench, wanted: Sequence[str]) -> list[str]:
     """Rows of these states with their reasons, each reason once."""
     found = dict[str, list[str]]()
     for each in bench.rows:
-        if each.status in wanted:
+        if each.status in wanted and each.reason is not None:
             found.setdefault(printable(each.reason, 300), []).append(each.row.key)
     return [f"{'; '.join(keys)}: {reason}" for reason, keys in found.items()]
 
@@ -118,6 +125,7 @@ _HEADINGS = {
     "Did not end:": ("out_of_memory", "failed"),
     "Not here:": ("unsupported",),
     "Not measured:": ("left", "not_reached"),
+    "Cut short, and measured again by a call with more time:": ("measured",),
 }
 
 
@@ -282,6 +290,7 @@ _CSV = (
     *("number", "side", "row", "settings", "status", "reason", "samples_per_s", "ratio", "spread", "repeats"),
     *("step_s", "tokens_per_s", "mfu", "datasheet_mfu", "precision", "arithmetic", "loss", "nvml_bytes"),
     *("resident_bytes", "allocated_bytes", "reserved_bytes", "first_step_s", "cores", "waiting", "disturbed"),
+    "cut_short",
 )
 _PARTS = (
     *("weights", "gradients", "optimizer_states", "activations", "temporaries", "workspaces", "unused"),
@@ -305,6 +314,7 @@ def bench_csv(bench: Bench) -> str:
                 figures.tokens_per_s, figures.mfu, figures.datasheet_mfu, figures.precision, figures.arithmetic,
                 figures.loss, figures.nvml_bytes, peak.resident, peak.allocated, peak.reserved, figures.first_step_s,
                 figures.cores, figures.waiting, "yes" if bench.workload.disturbed(figures) else "no",
+                "yes" if each.cut_short else "no",
                 *(peak.components.get(name) for name in _PARTS),
             ]  # fmt: skip
         values += [None] * (columns - len(values))
