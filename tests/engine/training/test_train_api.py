@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from brimful.core.callbacks import Callbacks, Progress, StepsDone
 from brimful.core.errors import OptionError
 from brimful.engine.fitted_step import FittedStep
 from brimful.engine.training import loop
+from brimful.integrations.trackers.run_log import RunLog
 from runs import contents, events, learned, save_tiny_model, single_label_rows, texts, write_rows
 from tolerances import MODEL_FP32, RUN_LOSS_FP32, difference
 
@@ -195,6 +197,52 @@ def test_a_short_run_has_its_first_and_its_last_step_in_the_log(
     assert [line["loss"] for line in lines] == [each[0], pytest.approx(sum(each[1:]) / (run.steps - 1))]
     brimful.train(rows, model=model, output=tmp_path / "run", resume=True, **asked)
     assert events(tmp_path / "run", "step") == lines
+
+
+def test_a_run_that_ends_early_has_its_last_step_in_the_log(model: Path, rows: Path, tmp_path: Path) -> None:
+    """With the mean of the steps since the line before; gone on with for longer, the run has no line twice."""
+    asked: dict[str, Any] = SIZES | {"learning_rate": 1e-9, "eval_steps": 2, "max_steps": 20}
+    asked |= {"metric_for_best_model": "accuracy", "early_stopping_patience": 1, "baselines": False}
+    brimful.train(rows, model=model, output=tmp_path / "each", **asked)
+    each = [line["loss"] for line in events(tmp_path / "each", "step")]
+    run = brimful.train(rows, model=model, output=tmp_path / "run", **asked | {"logging_steps": 10})
+    assert run.steps == len(each) == 4
+    lines = events(tmp_path / "run", "step")
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, each[0]), (4, pytest.approx(sum(each[1:]) / 3))]
+    assert lines[-1]["samples_per_s"] > 0
+    longer = asked | {"logging_steps": 10, "max_steps": 24}
+    brimful.train(rows, model=model, output=tmp_path / "run", resume=True, **longer)  # and it ends early again
+    assert [line["step"] for line in events(tmp_path / "run", "step")] == [1, 4, 6]
+
+
+def test_a_run_that_is_stopped_has_its_last_step_in_the_log_until_it_goes_on(
+    model: Path, rows: Path, tmp_path: Path
+) -> None:
+    """Its log is then that of a run that nobody stopped, and trackers are sent no step twice."""
+
+    class Stops(Callbacks):
+        def progress(self, progress: Progress) -> None:
+            if progress.step == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+    asked = SIZES | {"logging_steps": 5, "baselines": False}
+    brimful.train(rows, model=model, output=tmp_path / "alone", **asked)
+    brimful.train(rows, model=model, output=tmp_path / "each", **asked | {"logging_steps": 1})
+    with pytest.raises(brimful.Interrupted):
+        brimful.train(rows, model=model, output=tmp_path / "run", callbacks=Stops(), **asked)
+    last = events(tmp_path / "run")[-1]
+    lines, sent = events(tmp_path / "run", "step"), dict[str, int]()
+    assert (last["kind"], [line["step"] for line in lines]) == ("stopped", [1, last["step"]])
+    assert 1 < last["step"] < 5
+    each = [line["loss"] for line in events(tmp_path / "each", "step")][1 : last["step"]]
+    assert lines[-1]["loss"] == pytest.approx(sum(each) / len(each))
+    assert [line["step"] for line in events(tmp_path / "run", "time")] == [1, last["step"]]
+    points = [point.step for point in RunLog(tmp_path / "run" / "events.jsonl").new(sent)]
+    brimful.train(rows, model=model, output=tmp_path / "run", resume=True, **asked)
+    assert learned(tmp_path / "run") == learned(tmp_path / "alone")
+    later = RunLog(tmp_path / "run" / "events.jsonl").new(sent)
+    points += [point.step for point in later if "train/loss" in point.values]
+    assert points == [1, last["step"], 5, 10]
 
 
 def test_steps_are_told_of_between_logged_lines(

@@ -12,8 +12,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from typing import Any
 
-from brimful.core.callbacks import Progress, StepsDone
 from brimful.core.errors import (
     BrimfulError,
     DataError,
@@ -34,6 +34,7 @@ from brimful.engine.signals import StopSignals
 from brimful.engine.training.evaluations import Evaluations
 from brimful.engine.training.loop_state import LoopState
 from brimful.engine.training.orders import Order, own_work
+from brimful.engine.training.progress import progress_of, steps_done
 from brimful.engine.training.resume import check_weights
 from brimful.engine.training.run_context import RunContext
 from brimful.engine.training.saved_model import save_trained
@@ -93,6 +94,7 @@ class TrainingLoop:
         self._done_s = 0.0  # when the last step that landed was done
         self._work = SharedWork(self._ranks)
         self._logged = (0.0, 0, 0)  # seconds, samples and tokens when progress was last told
+        self._last: Outcome | None = None  # of the last step that was applied, until it is told of
         self._time_told, self._steps_told = -math.inf, 0.0
 
     @property
@@ -235,8 +237,7 @@ class TrainingLoop:
         self._evaluations.close()  # a checkpoint may need their room
         self._state.train_s = self._clock.seconds
         self._saving.save_now()
-        self._tell_time()
-        self._events.write("stopped", step=self._state.applied, why=str(error))
+        self._stopped(why=str(error))
         said, full = str(error), self._built.step.full
         if full is not None:
             if full.rank != self._ranks.rank:
@@ -265,6 +266,7 @@ class TrainingLoop:
         state.tokens += outcome.num_tokens
         state.window_loss += outcome.loss
         state.window_batches += 1
+        self._last = outcome
         if state.applied == 1 or state.applied % self._options.logging_steps == 0 or self._ended():
             self._tell(outcome)
 
@@ -289,9 +291,7 @@ class TrainingLoop:
         said = f"batch {outcome.number + 1} skipped: its {what} is not finite; samples: {named}"
         self._callbacks.warning(said)
         if self._state.skipped_in_a_row >= _MOST_NON_FINITE:
-            self._tell_time()
-            why = f"{_MOST_NON_FINITE} steps in a row were not finite"
-            self._events.write("stopped", step=self._state.applied, why=why)
+            self._stopped(why=f"{_MOST_NON_FINITE} steps in a row were not finite")
             raise NonFiniteError(
                 f"{_MOST_NON_FINITE} steps in a row were not finite, after {self._state.applied} applied ones; {said}",
                 hint="lower --learning-rate, use --precision fp32 or bf16, or look at the rows named",
@@ -307,24 +307,23 @@ class TrainingLoop:
                 found += self._ranks.receive(sender).tolist()
         return sorted(set(found)) or self._prepared.order.samples(outcome.number).tolist()
 
+    def _stopped(self, **why: Any) -> None:
+        """Write down that the training stops before its end, and what was not yet said: its last step, and its time."""
+        self._tell_time()
+        self._tell_last()
+        self._events.write("stopped", step=self._state.applied, **why)
+
+    def _tell_last(self) -> None:
+        """Tell of the last step that was applied by this process, if it is not yet."""
+        if self._last is not None:
+            self._tell(self._last)
+
     def _tell(self, outcome: Outcome) -> None:
-        state, (seconds, samples, tokens) = self._state, self._logged
-        now = self._done_s
-        passed = max(now - seconds, 1e-9)
-        done = state.applied if self._prepared.num_batches is None else state.consumed
-        steps_left = max(0, self._prepared.num_steps - done)
-        progress = Progress(
-            step=state.applied,
-            num_steps=self._prepared.num_steps,
-            epoch=state.consumed / self._prepared.order.batches_per_epoch,
-            loss=state.window_loss / state.window_batches,
-            learning_rate=outcome.learning_rate,
-            grad_norm=outcome.grad_norm,
-            tokens_per_s=(state.tokens - tokens) / passed,
-            samples_per_s=(state.samples - samples) / passed,
-            left_s=steps_left * now / state.applied if state.applied else None,
-            memory_bytes=self._memory.now(),
+        state, now = self._state, self._done_s
+        progress = progress_of(
+            state, self._prepared, outcome, now=now, since=self._logged, memory_bytes=self._memory.now()
         )
+        self._last = None
         self._events.write("step", **dataclasses.asdict(progress))
         self._ranks.pulse.enter("logging")
         self._tell_of_others()
@@ -338,21 +337,13 @@ class TrainingLoop:
 
     def _tell_steps(self) -> None:
         """Tell of the steps that are done, where nothing was told for some time."""
-        now, state = self._clock.seconds, self._state
+        now = self._clock.seconds
         if now - self._steps_told < _STEPS_EVERY_S:
             return
         self._steps_told = now
-        done = state.applied if self._prepared.num_batches is None else state.consumed
-        if self._built.step.device.type == "cpu":  # a step is computed before the next one begins
-            done += len(self._flying)
-        steps = StepsDone(
-            done=done,
-            num_steps=self._prepared.num_steps,
-            loss=state.window_loss / state.window_batches if state.window_batches else None,
-            steps_per_s=done / max(now, 1e-9),
-            left_s=max(0, self._prepared.num_steps - done) * now / max(1, done),
-        )
-        if done:
+        # On a CPU a step is computed before the next one begins.
+        ahead = len(self._flying) if self._built.step.device.type == "cpu" else 0
+        if (steps := steps_done(self._state, self._prepared, now=now, ahead=ahead)).done:
             self._callbacks.stepped(steps)
 
     def _tell_time(self, every_s: float = 0.0) -> None:
@@ -391,6 +382,8 @@ class TrainingLoop:
                 self._write_work()
             best = (state.best_value, state.best_step, state.best_metrics)
             improved = is_new and self._prepared.evaluation is not None and self._evaluate()
+            if self._ended():  # it may have ended for want of improvement
+                self._tell_last()
             if (due(options.save_steps) or improved) and self._saving.saved_step != state.applied:
                 self._saving.save(best if improved else None)
 
@@ -441,8 +434,7 @@ class TrainingLoop:
         self._evaluations.close()  # a checkpoint may need their room
         self._state.train_s = self._clock.seconds
         self._saving.save_now()
-        self._tell_time()
-        self._events.write("stopped", step=self._state.applied, signal=number)
+        self._stopped(signal=number)
         raise Interrupted(
             f"stopped by a signal after step {self._state.applied}; all is saved",
             signal_number=number,
