@@ -139,12 +139,7 @@ def prepare(
     order = Sampler(num_samples=len(read.training), batch_size=options.batch_size, seed=options.seed)
     length = _run_length(options, facts, alignment, order, before, callbacks)
     task, scale = _task(options, facts, alignment, read, before, callbacks)
-    phases = phases or Phases()
-    with phases.during("tokens"), phases.pieces():
-        training = _tokenized(read.training, alignment.space, encoder, phases, callbacks, "training")
-        evaluation = None
-        if read.evaluation is not None:
-            evaluation = _tokenized(read.evaluation, alignment.space, encoder, phases, callbacks, "evaluation")
+    training, evaluation = _parts(read, alignment.space, encoder, phases or Phases(), callbacks)
     report = _report(training, evaluation, max_length, read.num_empty, given=options.max_length is not None)
     in_memory = [name for name in (options.data, options.eval_data) if name in (tables or {})]
     report |= {"sha256": sha256, "in_memory": in_memory}
@@ -288,6 +283,17 @@ def make_encoder(tokenizer: Any, facts: ModelFacts, max_length: int) -> Encoder:
     for said in encoder.beyond_vocabulary(encoder.encode([""])).values():
         raise ModelError(f"{printable(facts.name)}: in every text, {said}", hint=OTHER_TOKENIZER)
     return encoder
+
+
+def _parts(
+    read: ReadExamples, space: LabelSpace, encoder: Encoder, phases: Phases, callbacks: Callbacks
+) -> tuple[Part, Part | None]:
+    """Tokenise the rows of training, and those of evaluation where there are any."""
+    with phases.during("tokens"), phases.pieces():
+        training = _tokenized(read.training, space, encoder, phases, callbacks, "training")
+        if read.evaluation is None:
+            return training, None
+        return training, _tokenized(read.evaluation, space, encoder, phases, callbacks, "evaluation")
 
 
 def _tokenized(

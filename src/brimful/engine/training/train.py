@@ -141,16 +141,7 @@ def _train_on(
 ) -> Run:
     path = Path(options.output)
     precision = choose_precision(options.precision, device)
-    found = RunFolder(path).read() if options.resume else None
-    check = None
-    if found is not None:
-        options = resumed(options, found)
-        check_options(found, options, precision.value)
-        check = partial(check_data, found, options)
-    prepared = prepare(options, callbacks, phases, check, tables, found)
-    if not _is_finished(found, path, prepared):
-        num_bytes = bytes_to_save(options, prepared.facts.num_parameters, asked_optimizer(options).state_bytes)
-        check_space(path, num_bytes)
+    options, prepared = _prepared(options, precision, callbacks, phases, tables)
     if options.dry_run:
         built = build(options, prepared, precision, callbacks, phases, ranks=ranks)
         callbacks.recipe(built.recipe)
@@ -171,9 +162,8 @@ def _train_on(
         run_id = before.run if before is not None else secrets.token_hex(6)
         run = _record(options, prepared, built, command, run=run_id, status="running")
         run = dataclasses.replace(run, first_batch=first_batch)
-        if before is not None and (moved := differences_of_machine(before, run)):
-            masks = " and masks of dropout" if any(each.startswith("processes ") for each in moved) else ""
-            callbacks.warning(f"rounding{masks} may differ from here on: {'; '.join(moved)}")
+        if before is not None:
+            _warn_of_differences(before, run, callbacks)
         folder.write(run)
         with (
             EventLog(folder.events, report=callbacks.warning) as events,
@@ -191,6 +181,32 @@ def _train_on(
                 record=run,
             )
             return _learn(context)
+
+
+def _prepared(
+    options: TrainOptions, precision: Precision, callbacks: Callbacks, phases: Phases, tables: Tables | None
+) -> tuple[TrainOptions, Prepared]:
+    """Return the options of a run, those of the run that it goes on with among them, and all that it needs, read and
+    found to fit."""
+    path, check = Path(options.output), None
+    found = RunFolder(path).read() if options.resume else None
+    if found is not None:
+        options = resumed(options, found)
+        check_options(found, options, precision.value)
+        check = partial(check_data, found, options)
+    prepared = prepare(options, callbacks, phases, check, tables, found)
+    if not _is_finished(found, path, prepared):
+        num_bytes = bytes_to_save(options, prepared.facts.num_parameters, asked_optimizer(options).state_bytes)
+        check_space(path, num_bytes)
+    return options, prepared
+
+
+def _warn_of_differences(before: Run, run: Run, callbacks: Callbacks) -> None:
+    """Warn of what differs from where the run began, and changes its last bits."""
+    moved = differences_of_machine(before, run)
+    if moved:
+        masks = " and masks of dropout" if any(each.startswith("processes ") for each in moved) else ""
+        callbacks.warning(f"rounding{masks} may differ from here on: {'; '.join(moved)}")
 
 
 def _learn(context: RunContext) -> Run:
