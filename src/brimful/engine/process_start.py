@@ -30,10 +30,10 @@ def start_process(*, on_gpu: bool) -> None:
     if on_gpu:
         context.start()
     for name in _WITH_LIBRARIES:
-        with suppress(ImportError):
+        with suppress(Exception):
             import_module(name)
     libraries.start()
-    with suppress(ImportError):
+    with suppress(Exception):
         import_module("sympy")
         import_model_names()
     import_module("torch")
