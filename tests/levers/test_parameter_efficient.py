@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -391,6 +392,21 @@ def test_parts_are_frozen_by_name(family: str) -> None:
     assert frozen_names(model, FrozenParts.parse(r"regex:bias$|norm")) <= names
     body = frozen_names(model, FrozenParts.parse("all-but-head"))
     assert body == {name for name in names if name.startswith(model.base_model_prefix + ".")}
+
+
+@pytest.mark.parametrize("family", ["bart", "mbart", "t5", "bloom", "xlm", "gpt2", "mpnet"])
+def test_embeddings_are_frozen_with_positions_and_norms_wherever_they_stand(family: str) -> None:
+    model = FAMILIES[family].model()
+    tables = r"embeddings?\.|embed_\w+\.|shared\.|wte\.|wpe\.|layernorm_embedding|layer_norm_emb|embeddings_layernorm"
+    expected = {name for name, _ in model.named_parameters() if re.search(tables, name)}
+    assert frozen_names(model, FrozenParts.parse("embeddings")) == expected
+
+
+def test_weights_that_a_model_does_not_train_stay_untrained() -> None:
+    model = FAMILIES["bert"].model()
+    fixed = model.get_parameter("bert.embeddings.position_embeddings.weight").requires_grad_(False)
+    choose_part(model, asked(freeze="layers 0"), new_parameters=(), base="base")
+    assert not fixed.requires_grad
 
 
 REFUSED = {

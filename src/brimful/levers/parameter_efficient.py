@@ -11,11 +11,12 @@ once, where autocast would cast fp32 ones in every step. What is saved of them i
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from brimful.core.errors import OptionError
 from brimful.core.options.train import TrainOptions
@@ -28,6 +29,9 @@ from brimful.models.half_weights import halve_linears
 from brimful.models.hub.adapters import add_adapter, check_merges, make_config
 from brimful.models.hub.inspection import head_parameters
 from brimful.models.model_stats import layers_of, linear_parameters
+
+#: Names of norms that stand beside tables of embeddings, not in one module with them.
+_NORM_OF_EMBEDDINGS = re.compile(r"norm\w*emb|emb\w*norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +132,7 @@ def choose_part(model: Any, options: TrainOptions, *, new_parameters: Collection
     if options.freeze is not None:
         frozen = frozen_names(model, FrozenParts.parse(options.freeze), new_parameters)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name not in frozen)
+            parameter.requires_grad_(parameter.requires_grad and name not in frozen)
     return None
 
 
@@ -187,8 +191,16 @@ def _layers(model: Any) -> list[nn.Module]:
 
 
 def _embeddings(model: Any) -> list[nn.Module]:
-    """Modules of the base model beside its layers that have tables of embeddings: with the norms after these."""
+    """Modules of the base model beside its layers that have tables of embeddings, with the norms after these."""
     base = model.base_model
-    base = getattr(base, "language_model", None) or getattr(base, "text_model", None) or base
-    beside = [child for child in base.children() if not any(isinstance(m, nn.ModuleList) for m in child.modules())]
-    return [child for child in beside if any(isinstance(module, nn.Embedding) for module in child.modules())]
+    return list(_beside_layers(getattr(base, "language_model", None) or getattr(base, "text_model", None) or base))
+
+
+def _beside_layers(part: nn.Module) -> Iterator[nn.Module]:
+    """Those of one part of a model, and of the models within it, as an encoder and a decoder with positions each."""
+    for name, child in part.named_children():
+        if any(isinstance(module, nn.ModuleList) for module in child.modules()):
+            if isinstance(child, PreTrainedModel):
+                yield from _beside_layers(child)
+        elif any(isinstance(module, nn.Embedding) for module in child.modules()) or _NORM_OF_EMBEDDINGS.search(name):
+            yield child
