@@ -22,6 +22,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "another padding token than the tokenizer's": ("llama", {"pad_token_id": 0}, "<2>"),
     "a padding token, and the tokenizer has none": ("llama", {"pad_token_id": 0}, None),
     "no padding token at all": ("gpt2", {}, None),
+    "no padding token, and a head of another name": ("ctrl", {"pad_token_id": None}, None),
     "a padding token that is no token": ("qwen2", {"pad_token_id": -1}, "<2>"),
     "a padding token that is no token, BERT": ("bert", {"pad_token_id": -1}, None),
     "a tuple is returned": ("bert", {"return_dict": False}, None),

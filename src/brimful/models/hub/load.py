@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -166,7 +167,7 @@ def _require_whole(facts: ModelFacts, info: Mapping[str, Any], may_be_new: Colle
 def _record_padding_token(model: PreTrainedModel, facts: ModelFacts, *, answers: bool) -> None:
     """Tell a model that reads its last token which tokens are padding, and any model that was not told."""
     text = model.config.get_text_config()
-    reads_last_token = hasattr(model, "score")  # what transformers calls the head of a decoder
+    reads_last_token = _reads_last_token(model)
     size, own = num_embedded(model), getattr(text, "pad_token_id", None)
     told = isinstance(own, int) and own >= 0 and (size is None or own < size)
     if told and (answers or not reads_last_token):
@@ -177,6 +178,12 @@ def _record_padding_token(model: PreTrainedModel, facts: ModelFacts, *, answers:
     if answers and reads_last_token and size is not None:
         pad_id = _never_last(tokenizer, size)
     model.config.pad_token_id = text.pad_token_id = pad_id
+
+
+def _reads_last_token(model: PreTrainedModel) -> bool:
+    """True for the head of a decoder: most are called `score`, others look for padding in their own forward pass."""
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    return hasattr(model, "score") or "pad_token_id" in getattr(code, "co_names", ())
 
 
 def _never_last(tokenizer: Any, size: int) -> int:
