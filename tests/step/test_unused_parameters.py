@@ -15,6 +15,7 @@ from brimful.data.batches.batch import Batch, MicroBatch
 from brimful.kernels.forward_context import ForwardContext
 from brimful.levers.optimizer import Optimizer
 from brimful.models.packed.packed_forward import ForwardOutputs, LayoutModel
+from brimful.models.packed.recompute import call_emptied, call_recomputed
 from brimful.step.precision import Precision
 from brimful.step.step import Step
 from brimful.tasks.task import SingleLabel
@@ -87,3 +88,15 @@ def check_a_resumed_step(optim: str, stop: int, *, fused: bool) -> None:
         alone.execution.model.named_parameters(), resumed.execution.model.parameters(), strict=True
     ):
         assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize("call", [call_recomputed, call_emptied])
+def test_a_part_of_a_recomputed_layer_that_nothing_uses_has_no_gradient(call: Any) -> None:
+    """As LiLT's last layer, of whose two outputs the head reads one: zeros would let weights decay."""
+    used, unused = nn.Linear(4, 2), nn.Linear(4, 2)
+    x_S4 = torch.ones(3, 4, requires_grad=True)
+    first, _ = call(lambda x: (used(x), unused(x)), x_S4)
+    first.sum().backward()
+    assert used.weight.grad is not None
+    assert unused.weight.grad is None
+    assert torch.equal(x_S4.grad, used.weight.sum(0).expand(3, 4))

@@ -170,6 +170,7 @@ class _Recomputed(torch.autograd.Function):
         found = call.make([_leaf(x) for x in given], again=False)
         kept, call.ending.kept = call.ending.kept, ()
         ctx.call, ctx.num_given = call, len(given)
+        ctx.set_materialize_grads(False)  # what no gradient reaches has none, where zeros would let it decay
         ctx.save_for_backward(*given, *kept)
         outputs = tuple(y.detach() for y in found)
         ctx.mark_non_differentiable(*(y for y in outputs if not y.is_floating_point()))
@@ -185,7 +186,8 @@ class _Recomputed(torch.autograd.Function):
                 found = call.make(given, again=True)
             call.ending.kept = ()
             pairs = [(y, dy) for y, dy in zip(found, gradients, strict=True) if y.requires_grad and dy is not None]
-            torch.autograd.backward([y for y, _ in pairs], [dy for _, dy in pairs])
+            if pairs:
+                torch.autograd.backward([y for y, _ in pairs], [dy for _, dy in pairs])
         return None, None, *(x.grad for x in given)
 
 
