@@ -36,3 +36,10 @@ def test_ways_to_match() -> None:
     in_order = match_labels(["1", "-1", "0"], ["LABEL_0", "LABEL_1", "LABEL_2"], None)
     assert (in_order.outputs, in_order.guessed) == ({"-1": 0, "0": 1, "1": 2}, True)
     assert match_labels(["no", "good"], ["bad", "good"], "no=bad").outputs == {"no": 0, "good": 1}
+
+
+def test_a_label_map_leaves_nothing_to_guess() -> None:
+    found = match_labels(["0", "1"], ["pos", "neg"], "0.0=neg,1.0=pos")
+    assert (found.outputs, found.unknown, found.guessed) == ({}, ("0", "1"), False)
+    assert match_labels(["yes", "1"], ["pos", "neg"], "yes=pos").unknown == ("1",)
+    assert match_labels(["b", "a"], ["LABEL_0", "LABEL_1"], "A=LABEL_1,B=LABEL_0").unknown == ("b", "a")

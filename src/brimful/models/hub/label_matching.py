@@ -30,18 +30,21 @@ def match_labels(labels: Sequence[str], names: Sequence[str], label_map: str | N
     """Match labels with the names of outputs.
 
     By `label_map` where it names a label, else as they stand; and where no two labels would become one, without regard
-    to case. Only where no label is found so: numbers and LABEL_0, LABEL_1, ... as numbers of outputs, or in sorted
-    order, where the outputs are only called LABEL_0, LABEL_1, ... and are as many.
+    to case. Only where no label is found so, and there is no `label_map`: numbers and LABEL_0, LABEL_1, ... as numbers
+    of outputs, or in sorted order, where the outputs are only called LABEL_0, LABEL_1, ... and are as many.
     Raises: OptionError for a label_map with a label that the model does not have.
     """
     mapped = {} if label_map is None else _mapped(label_map, labels, names)
     rest = [label for label in labels if label not in mapped]
-    found, note, guessed = _best(rest, names)
+    found, note = _spelled(rest, names)
+    guessed = not found and label_map is None
+    if guessed:
+        found, note = _guess(rest, names)
     return Matched(
         outputs=found | mapped,
         unknown=tuple(label for label in rest if label not in found),
         note=note,
-        guessed=guessed,
+        guessed=guessed and bool(found),
     )
 
 
@@ -53,22 +56,26 @@ def unknown_hint(unknown: Sequence[str], names: Sequence[str]) -> str:
     return f"the model's are {shown}; --label-map {pairs} maps them, --unknown-labels drop leaves their rows out"
 
 
-def _best(labels: Sequence[str], names: Sequence[str]) -> tuple[dict[str, int], str | None, bool]:
+def _spelled(labels: Sequence[str], names: Sequence[str]) -> tuple[dict[str, int], str | None]:
+    """Outputs of the labels' own names, and what was said of case."""
     found, folded = _by(str, labels, names), _by(_folded, labels, names)
     if len(folded) > len(found) and len(set(folded.values())) == len(folded):
-        return folded, "labels are compared without regard to case, hyphens and underscores", False
-    if found:
-        return found, None, False
+        return folded, "labels are compared without regard to case, hyphens and underscores"
+    return found, None
+
+
+def _guess(labels: Sequence[str], names: Sequence[str]) -> tuple[dict[str, int], str | None]:
+    """Outputs of labels that no output is named after, by number or in sorted order."""
     if numbers := _numbers(labels, len(names)):
         shown = ", ".join(f"{label} is {names[output]!r}" for label, output in list(numbers.items())[:4])
         more = ", ..." if len(numbers) > 4 else ""
-        return numbers, f"labels are taken as the numbers of the model's outputs: {printable(shown + more)}", True
+        return numbers, f"labels are taken as the numbers of the model's outputs: {printable(shown + more)}"
     if all(_PLACEHOLDER.fullmatch(name) for name in names) and len(labels) == len(names):
         in_order = sorted(labels, key=natural)
         shown = ", ".join(f"{printable(label)} is {name}" for label, name in zip(in_order[:4], names, strict=False))
         said = f"the model's outputs have no names, and take the labels in sorted order: {shown}"
-        return {label: i for i, label in enumerate(in_order)}, said, True
-    return {}, None, False
+        return {label: i for i, label in enumerate(in_order)}, said
+    return {}, None
 
 
 def _by(key: Callable[[str], str], labels: Sequence[str], names: Sequence[str]) -> dict[str, int]:
