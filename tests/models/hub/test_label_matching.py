@@ -17,6 +17,7 @@ STARS = ("1", "2", "3", "4", "5")
         (("-1", "1"), ("0", "1"), {"1": 1}, ("-1",)),
         (("A-", "A", "B"), ("A", "B", "C"), {"A": 0, "B": 1}, ("A-",)),
         (("Good", "good", "bad"), ("good", "bad"), {"good": 0, "bad": 1}, ("Good",)),
+        (("GO", "bad"), ("Go", "go", "bad"), {"bad": 2}, ("GO",)),
     ],
 )
 def test_labels_that_the_model_does_not_have(
@@ -36,6 +37,10 @@ def test_ways_to_match() -> None:
     in_order = match_labels(["1", "-1", "0"], ["LABEL_0", "LABEL_1", "LABEL_2"], None)
     assert (in_order.outputs, in_order.guessed) == ({"-1": 0, "0": 1, "1": 2}, True)
     assert match_labels(["no", "good"], ["bad", "good"], "no=bad").outputs == {"no": 0, "good": 1}
+
+
+def test_a_label_as_it_stands_goes_before_one_of_another_case() -> None:
+    assert match_labels(["go", "BAD"], ["Go", "go", "bad"], None).outputs == {"go": 1, "BAD": 2}
 
 
 def test_a_label_map_leaves_nothing_to_guess() -> None:

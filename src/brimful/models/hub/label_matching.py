@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -58,7 +59,8 @@ def unknown_hint(unknown: Sequence[str], names: Sequence[str]) -> str:
 
 def _spelled(labels: Sequence[str], names: Sequence[str]) -> tuple[dict[str, int], str | None]:
     """Outputs of the labels' own names, and what was said of case."""
-    found, folded = _by(str, labels, names), _by(_folded, labels, names)
+    found = _by(str, labels, names)
+    folded = _by(_folded, labels, names) | found
     if len(folded) > len(found) and len(set(folded.values())) == len(folded):
         return folded, "labels are compared without regard to case, hyphens and underscores"
     return found, None
@@ -79,8 +81,10 @@ def _guess(labels: Sequence[str], names: Sequence[str]) -> tuple[dict[str, int],
 
 
 def _by(key: Callable[[str], str], labels: Sequence[str], names: Sequence[str]) -> dict[str, int]:
-    outputs = {key(name): output for output, name in reversed(list(enumerate(names)))}
-    return {label: outputs[key(label)] for label in labels if key(label) in outputs}
+    """Outputs of the labels that `key` makes equal to the name of one output alone."""
+    keys = [key(name) for name in names]
+    outputs, many = {each: output for output, each in enumerate(keys)}, Counter(keys)
+    return {label: outputs[key(label)] for label in labels if many[key(label)] == 1}
 
 
 def _folded(label: str) -> str:
