@@ -231,6 +231,24 @@ def test_numbers_and_pairs(tmp_path: Path) -> None:
     assert "rescale the targets" in record.findings[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*(rows|targets|rescale)")
+def test_columns_of_numbers_go_to_the_outputs_of_their_names(tmp_path: Path) -> None:
+    """Without regard to case; where they have other names, in the order given, with a warning."""
+    model = save_classifier(tmp_path / "model", ["Price", "Size"], problem_type="regression")
+    numbers = np.random.default_rng(0).normal(size=(60, 2)).round(3)
+
+    def by_output(*names: str) -> list[dict[str, float | None]]:
+        rows = [(text, *row) for text, row in zip(TEXTS, numbers[:, :: -1 if names[0] == "size" else 1], strict=True)]
+        data = write_csv(tmp_path / f"{names[0]}.csv", ("text", *names), rows)
+        record = package.evaluate(model, data, label_column=",".join(names), **PYTHON)
+        return [{name: metric.value for name, metric in each.metrics.items()} for each in record.by_label]
+
+    plain = by_output("Price", "Size")
+    assert by_output("size", "price") == plain
+    with pytest.warns(UserWarning, match="in the order given: 'cost' is 'Price', 'Price' is 'Size'"):
+        assert by_output("cost", "Price") == plain
+
+
 @pytest.mark.parametrize(("name", "more"), [("out.csv", ()), ("out.jsonl", ("--logits",)), ("shards", ("--logits",))])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_answers_that_were_given_before(

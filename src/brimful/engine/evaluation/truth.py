@@ -20,7 +20,7 @@ from brimful.core.units import count_text
 from brimful.data.labels.label_columns import LabelColumn, no_label_text, read_flags
 from brimful.data.labels.label_sets import known_sets
 from brimful.data.readers.rows import Rows
-from brimful.models.hub.label_matching import Matched, match_labels, unknown_hint
+from brimful.models.hub.label_matching import Matched, are_placeholders, match_labels, unknown_hint
 from brimful.tasks.label_rows import LabelRows, Targets, taken
 
 UNLABELLED, UNKNOWN, UNREADABLE = "without a label", "with a label unknown to the model", "without text"
@@ -109,7 +109,7 @@ class _Reader:
         self.doubts: list[str] = []
 
     def numbers(self, columns: Sequence[LabelColumn]) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """(R, C) numbers, the columns in the order of outputs of the same names, else as they are given."""
+        """(R, C) numbers, in the order of the outputs, and the rows that have them all."""
         names = [column.name for column in columns]
         if len(names) != self.space.num_outputs:
             raise DataError(
@@ -118,12 +118,22 @@ class _Reader:
                 value=", ".join(names),
                 hint="name one column for each output: --label-column a,b,c",
             )
-        order = range(len(names))
-        if set(names) == set(self.space.names):
-            order = [names.index(name) for name in self.space.names]  # type: ignore[assignment]
-        numbers = np.stack([columns[i].numbers(gaps=True) for i in order], axis=1)
+        numbers = np.stack([columns[i].numbers(gaps=True) for i in self._order(names)], axis=1)
         self.doubts += [doubt for column in columns for doubt in column.number_doubts()]
         return numbers, np.asarray(np.isfinite(numbers).all(1))
+
+    def _order(self, names: Sequence[str]) -> list[int]:
+        """The column of each output of numbers. Of outputs with other names, the columns as they are given."""
+        matched = match_labels(names, self.space.names, None)
+        outputs = [matched.outputs.get(name, -1) for name in names]
+        if not matched.guessed and sorted(outputs) == [*range(len(names))]:
+            self.notes += [] if matched.note is None else [matched.note]
+            return [outputs.index(i) for i in range(len(names))]
+        if len(names) > 1 and not are_placeholders(self.space.names):
+            both = zip(names, self.space.names, strict=True)
+            pairs = [f"'{printable(name, 40)}' is '{printable(output, 40)}'" for name, output in both]
+            self.doubts.append(f"columns of numbers are taken in the order given: {listed(pairs, _NAMED)}")
+        return list(range(len(names)))
 
     def classes(self, columns: Sequence[LabelColumn]) -> tuple[Integers, npt.NDArray[np.bool_]]:
         """(R,) the class of each row."""

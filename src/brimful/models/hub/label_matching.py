@@ -57,6 +57,11 @@ def unknown_hint(unknown: Sequence[str], names: Sequence[str]) -> str:
     return f"the model's are {shown}; --label-map {pairs} maps them, --unknown-labels drop leaves their rows out"
 
 
+def are_placeholders(names: Sequence[str]) -> bool:
+    """Return whether outputs are only called LABEL_0, LABEL_1, ..."""
+    return all(_PLACEHOLDER.fullmatch(name) for name in names)
+
+
 def _spelled(labels: Sequence[str], names: Sequence[str]) -> tuple[dict[str, int], str | None]:
     """Outputs of the labels' own names, and what was said of case."""
     found = _by(str, labels, names)
@@ -72,7 +77,7 @@ def _guess(labels: Sequence[str], names: Sequence[str]) -> tuple[dict[str, int],
         shown = ", ".join(f"{label} is {names[output]!r}" for label, output in list(numbers.items())[:4])
         more = ", ..." if len(numbers) > 4 else ""
         return numbers, f"labels are taken as the numbers of the model's outputs: {printable(shown + more)}"
-    if all(_PLACEHOLDER.fullmatch(name) for name in names) and len(labels) == len(names):
+    if are_placeholders(names) and len(labels) == len(names):
         in_order = sorted(labels, key=natural)
         shown = ", ".join(f"{printable(label)} is {name}" for label, name in zip(in_order[:4], names, strict=False))
         said = f"the model's outputs have no names, and take the labels in sorted order: {shown}"
