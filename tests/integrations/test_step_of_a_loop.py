@@ -127,6 +127,33 @@ def test_weights_that_are_released_and_frozen_midway() -> None:
     assert difference(weights(step.release()), weights(plain)) < 1e-4
 
 
+def test_weights_that_are_frozen_midway_are_in_the_state() -> None:
+    """Those that were trained before: of a fresh model a resumed loop would have others. The rest is the model's."""
+    start = FAMILIES["bert"].model().train()
+    start.bert.encoder.requires_grad_(False)
+
+    def step_of(model: Any) -> brimful.Step:
+        return brimful.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), **SETTINGS)
+
+    model = copy.deepcopy(start)
+    midway, saved = step_of(model), io.BytesIO()
+    midway(batch_of(0))
+    model.bert.embeddings.requires_grad_(False)
+    midway(batch_of(1))
+    torch.save(midway.state_dict(), saved)
+    midway(batch_of(2))
+    for _ in range(2):  # a state of a loop that was resumed has them, too
+        again = copy.deepcopy(start)
+        again.bert.embeddings.requires_grad_(False)
+        resumed = step_of(again)
+        resumed.load_state_dict(torch.load(io.BytesIO(saved.getvalue())))
+        saved = io.BytesIO()
+        torch.save(resumed.state_dict(), saved)
+    assert not any("encoder" in name for name in resumed.state_dict()["weights"])
+    resumed(batch_of(2))
+    assert torch.equal(weights(resumed.release()), weights(midway.release()))
+
+
 def test_a_group_that_is_added_midway() -> None:
     plain = FAMILIES["bert"].model().train()
     model, optimizers = copy.deepcopy(plain), []

@@ -44,6 +44,7 @@ from brimful.integrations.step_parts import (
     Unwrapped,
     asked_precision,
     class_weights_C,
+    frozen_weights,
     readable_state,
     state_of,
     unwrapped_optimizer,
@@ -169,8 +170,8 @@ class Step:
         self._batches = expected_batches(lengths, self._options.batch_size, self.longest)
         device = choose_device(asked.device)
         precision = choose_precision(asked.precision, device)
-        self._num_made = self._num_run = 0
-        self._released = False
+        self._released, self._num_made, self._num_run = False, 0, 0
+        self._once_trained = set[str]()  # names of weights, of which some are frozen now
         self._waiting: list[ReadRows] = []
         self.first_batch: FirstBatch | None = None
         log = OutOfMemoryLog(warn=self._callbacks.warning)
@@ -250,6 +251,7 @@ class Step:
         self._callbacks.note("other weights are trained from now on: the step is assembled anew")
         step, precision, limit = self._built.step, self._built.precision, self._fitted.limit
         state = step.state()
+        self._once_trained |= set(state.weights)
         kept = dict(self._optimizer.state) if isinstance(self._optimizer, torch.optim.Optimizer) else {}
         step.release()
         self._put_back()
@@ -384,18 +386,22 @@ class Step:
         """Everything an exact continuation needs, of the tensors as they are: no copies."""
         self._require_not_released()
         self._require_none_waiting()
-        state = self._built.step.state()
-        return dataclasses.replace(state, counters=dataclasses.replace(state.counters, batches=self._num_run))
+        state, run = self._built.step.state(), self._num_run
+        weights = frozen_weights(self._built.model, self._once_trained) | dict(state.weights)
+        return dataclasses.replace(state, weights=weights, counters=dataclasses.replace(state.counters, batches=run))
 
     def load_state(self, state: StepState) -> None:
         """Take up where `state` was taken."""
         self._waiting.clear()
         self._built.step.load_state(state)
+        self._once_trained |= set(state.weights)
+        for name, weight in frozen_weights(self._built.model, state.weights).items():
+            weight.copy_(state.weights[name])
         self._num_made = self._num_run = state.counters.batches
 
     def state_dict(self) -> dict[str, Any]:
-        """The same as plain dictionaries of tensors and numbers, for `torch.save`: weights, buffers, the optimizer's
-        states and groups, counters."""
+        """The same as plain dictionaries of tensors and numbers, for `torch.save`: weights that are trained or were,
+        buffers, the optimizer's states and groups, counters."""
         return readable_state(self.state())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

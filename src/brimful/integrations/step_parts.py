@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -153,6 +153,12 @@ class StepOutcome:
     def applied(self) -> bool | None:
         """False where the update was skipped: its loss or gradient was not finite."""
         return cast("bool | None", self._field("applied"))
+
+
+def frozen_weights(model: Any, names: Container[str]) -> dict[str, torch.Tensor]:
+    """Those of the weights of these names that are frozen."""
+    frozen = ((name, p.detach()) for name, p in model.named_parameters() if not p.requires_grad)
+    return {name: weight for name, weight in frozen if name in names}
 
 
 def readable_state(state: StepState) -> dict[str, Any]:
