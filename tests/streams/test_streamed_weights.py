@@ -18,7 +18,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
 
 
 @pytest.mark.parametrize("changed_in", ["forward", "backward"])
-@pytest.mark.parametrize("depth", [5])
+@pytest.mark.parametrize("depth", [3, 5])
 def test_turns(gpu: PretendGpu, depth: int, changed_in: str, folder: Path | None) -> None:
     """Weights that are changed in the forward pass are on their way back while the backward pass uses them again.
 

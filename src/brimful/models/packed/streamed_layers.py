@@ -200,7 +200,7 @@ class StreamedLayers:
         try:
             self._begin(number, toward)
             if changes:
-                self._changed.add(number)
+                self._begin_change(number)
             yield
         finally:
             self._end(number)
@@ -245,10 +245,16 @@ class StreamedLayers:
         if 0 <= number + toward < len(self.parameters):
             self._fetch(number + toward, toward)
         if (change := self._due.get(number)) is not None:
-            self._changed.add(number)
+            self._begin_change(number)
             with torch.inference_mode(False), torch.no_grad():
                 change()
             del self._due[number]
+
+    def _begin_change(self, number: int) -> None:
+        """Have a change of a layer come after the one before has left: its weights need not have gone since."""
+        self._changed.add(number)
+        if (left := self._kept.get(number)) is not None:
+            torch.cuda.current_stream(self._device).wait_event(left)
 
     def _end(self, number: int) -> None:
         self._turns[number] -= 1
