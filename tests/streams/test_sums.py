@@ -57,7 +57,9 @@ def _several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduction, "StreamClock", None)
 
 
-@pytest.mark.parametrize(("sharding", "half"), [("gradients", False)])
+@pytest.mark.parametrize(
+    ("sharding", "half"), [("none", False), ("none", True), ("states", False), ("gradients", False)]
+)
 def test_steps(gpu: PretendGpu, sharding: Any, half: bool) -> None:
     model = FAMILIES["bert"].model(num_hidden_layers=2, dropout=0.1).train().to(GPU)
     optimizer = dataclasses.replace(Optimizer(value="adamw_torch", weight_decay=0.1), sharding=sharding)

@@ -51,13 +51,17 @@ class Reduction:
     """Sums of the gradients of one update over processes, bucket by bucket, while the backward pass goes on.
 
     memory: of all gradients. fill: puts a bucket's gradients there. half: whether sums are in bf16 on the way. overlap:
-    whether buckets are sent within backward passes. side_stream: that gradients may be computed on.
+    whether buckets are sent within backward passes. side_stream: that gradients may be computed on. gives_back: whether
+    `fill` gives gradients' memory back, which what is launched next may then write to: it copies them before, and not
+    beside that.
     """
 
     def __init__(
         self, ranks: Ranks, parameters: Sequence[Tensor], buckets: Sequence[Bucket], memory: Tensor,
         fill: Callable[[Bucket], object], *, half: bool, overlap: bool, side_stream: SideStream | None = None,
+        gives_back: bool = False,
     ) -> None:  # fmt: skip
+        self._gives_back = gives_back
         self.ranks, self._memory, self._fill, self._side_stream = ranks, memory, fill, side_stream
         self._overlap = Overlap(parameters if overlap else (), buckets, self._begin)
         self._stream = stream_for("sums", memory.device, priority=-1) if memory.is_cuda else None
@@ -114,11 +118,14 @@ class Reduction:
             self._fill(bucket)
             self._endings.append(self._sum(bucket))
             return
+        if self._gives_back:
+            self._fill(bucket)
         self._stream.wait_stream(torch.cuda.current_stream())
         if self._side_stream is not None:
             self._side_stream.precede(self._stream)
         with torch.cuda.stream(self._stream), counted(self._clock, SENT):
-            self._fill(bucket)
+            if not self._gives_back:
+                self._fill(bucket)
             self._sum(bucket)()
 
     def _sum(self, bucket: Bucket) -> Ending:

@@ -74,12 +74,14 @@ class OwnParts(Reduction):
     def __init__(
         self, ranks: Ranks, parameters: Sequence[Tensor], buckets: Sequence[Bucket], memory: Tensor,
         fill: Callable[[Bucket], object], *, half: bool, overlap: bool, side_stream: SideStream | None = None,
+        gives_back: bool = False,
     ) -> None:  # fmt: skip
         self.buckets, self._places = buckets, own_places(buckets, ranks.count)
         self.own = torch.zeros(self._places[-1].stop, dtype=memory.dtype, device=memory.device)
         self._spreads = False  # parts are on their way to others
         super().__init__(
-            ranks, parameters, buckets, memory, fill, half=half, overlap=overlap, side_stream=side_stream
+            ranks, parameters, buckets, memory, fill, half=half, overlap=overlap, side_stream=side_stream,
+            gives_back=gives_back,
         )  # fmt: skip
 
     @property
@@ -235,7 +237,10 @@ class ScatteredReduction(OwnParts):
         self._pieces = [torch.zeros(most, dtype=dtype, device=first.device) for _ in turns]
         self._sums = [torch.zeros(most // count, dtype=dtype, device=first.device) for _ in turns]
         memory = self._pieces[0] if arena is None else arena.memory
-        super().__init__(ranks, parameters, buckets, memory, self._take, half=half, overlap=overlap)
+        gives_back = arena is not None
+        super().__init__(
+            ranks, parameters, buckets, memory, self._take, half=half, overlap=overlap, gives_back=gives_back
+        )  # fmt: skip
 
     @property
     def kept(self) -> list[Tensor]:

@@ -102,8 +102,9 @@ class Update:
         """Sum gradients over these processes from now on. half: in bf16 on the way. overlap: within backward passes."""
         arena = self._shared_arena = GradientArena(self.parameters, ranks.count)
         self.reduction = Reduction(
-            ranks, self.parameters, arena.buckets, arena.memory, arena.fill, half=half, overlap=overlap
-        )
+            ranks, self.parameters, arena.buckets, arena.memory, arena.fill, half=half, overlap=overlap,
+            gives_back=True,
+        )  # fmt: skip
 
     def put_states_aside(self) -> None:
         """Give back the memory of states that were never used, until they are restored. Unless overridden they stay."""
