@@ -14,6 +14,7 @@ from torch import Tensor
 from brimful.core.place import Place
 from brimful.hardware.ranks import Ending, Ranks
 from brimful.levers.optimizer import Optimizer
+from brimful.step.precision import Precision
 from brimful.step.reduce import buckets, reduction
 from brimful.step.reduce.scattered import PeerParts
 from pretend_gpu import GPU, PretendGpu
@@ -94,3 +95,18 @@ def test_parts_of_peers(gpu: PretendGpu) -> None:
             memory.add_(1)
         for parameter in parameters:
             parameter.grad = None
+
+
+def test_gradients_that_our_kernels_cannot_read_are_copied(gpu: PretendGpu) -> None:
+    """One that begins at an odd place, on the stream of sums, while the backward pass goes on."""
+    model = torch.nn.Linear(8, 4).to(GPU)
+    precision = Precision(value="fp32", device=GPU, reason="a test")
+    optimizer = Optimizer(value="adamw_torch_fused", fused=True)
+    update: Any = optimizer.update(model, torch.ones(3), precision, max_grad_norm=1.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(parameter.numel() + 1, device=GPU)[1:].view(parameter.shape)
+    sums = torch.cuda.Stream()
+    sums.wait_stream(gpu.main)
+    with torch.cuda.stream(sums):
+        update._addresses()
+    torch.ones(9, device=GPU)

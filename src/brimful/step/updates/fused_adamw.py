@@ -329,6 +329,8 @@ class FusedAdamW(Update):
             gradient = parameter.grad
             if gradient is not None and (not gradient.is_contiguous() or gradient.data_ptr() % 16):
                 parameter.grad = gradient.clone(memory_format=torch.contiguous_format)  # a view of something larger
+                if gradient.is_cuda:  # a backward pass that goes on may be given its memory
+                    gradient.record_stream(torch.cuda.current_stream())
         launched = self._launched[0 if bucket is None else 1 + bucket.number]
         return self._to_device([0 if p is None or p.grad is None else p.grad.data_ptr() for p in chosen], launched)
 
