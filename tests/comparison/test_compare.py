@@ -367,6 +367,17 @@ def test_rows_that_others_disturbed_are_marked(tmp_path: Path) -> None:
     assert [note.partition(":")[0] for note in found.notes] == ["rows marked * in late"]
 
 
+def test_a_row_that_a_budget_cut_short_says_so(tmp_path: Path) -> None:
+    bench = guide_bench()
+    for name, cut_short in (("whole", False), ("cut", True)):
+        rows = (replace(bench.rows[0], cut_short=cut_short),)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(to_json(replace(bench, rows=rows)), "utf-8")
+    found = brimful.compare(tmp_path / "whole", tmp_path / "cut")
+    assert "10 (9 to 11)  10 (9 to 11, cut short), x 1.00" in comparison_text(found)
+    assert "9 to 11, cut short" in comparison_page(found)
+
+
 def test_the_committed_benches_can_be_read() -> None:
     logged = sorted((HERE / "benchmarks").rglob("results.json"))
     files = [file for file in logged if '_per_s"' in file.read_text("utf-8")]

@@ -106,6 +106,7 @@ def _of_bench(row: Mapping[str, Any], work: Mapping[str, Any]) -> tuple[str, Row
         loss=_number(measured.get("loss")),
         disturbed=work.get("device") == "CPU"
         and is_disturbed(measured.get("cores"), work.get("num_threads"), measured.get("waiting")),
+        cut_short=bool(row.get("cut_short")),
     )
 
 

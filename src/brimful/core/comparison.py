@@ -88,7 +88,7 @@ class Paired:
 class RowFigures:
     """One row of one bench. low, high: slowest and fastest repeat. reason: of a row without figures.
 
-    disturbed: others were busy on the machine, and the speed says little.
+    disturbed: others were busy on the machine, and the speed says little. cut_short: by a budget, to fewer repeats.
     """
 
     samples_per_s: float | None = None
@@ -98,6 +98,7 @@ class RowFigures:
     loss: float | None = None
     reason: str | None = None
     disturbed: bool = False
+    cut_short: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,11 +111,14 @@ def _held(figures: RowFigures) -> str | None:
 
 
 def figures_text(figures: RowFigures) -> str:
-    """Rate of a row with its slowest and fastest repeat, marked where others were busy; or why there is none."""
+    """Rate of a row with its slowest and fastest repeat, marked where others were busy or a budget cut it short; or why
+    there is none."""
     if figures.samples_per_s is None:
         return figures.reason or UNKNOWN
     spread = figures.low is not None and figures.high is not None and figures.low < figures.high
-    within = f" ({rate_text(figures.low or 0)} to {rate_text(figures.high or 0)})" if spread else ""
+    told = [f"{rate_text(figures.low or 0)} to {rate_text(figures.high or 0)}"] if spread else []
+    told += ["cut short"] if figures.cut_short else []
+    within = f" ({', '.join(told)})" if told else ""
     return f"{rate_text(figures.samples_per_s)}{'*' if figures.disturbed else ''}{within}"
 
 
