@@ -245,6 +245,32 @@ def test_a_run_that_is_stopped_has_its_last_step_in_the_log_until_it_goes_on(
     assert points == [1, last["step"], 5, 10]
 
 
+def test_a_run_that_is_stopped_in_the_evaluation_that_ends_it_has_its_last_step_in_the_log(
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that goes on makes no step: it evaluates again, and early stopping ends the run."""
+    asked: dict[str, Any] = SIZES | {"learning_rate": 1e-9, "eval_steps": 2, "max_steps": 20, "logging_steps": 10}
+    asked |= {"metric_for_best_model": "accuracy", "early_stopping_patience": 1, "baselines": False}
+    brimful.train(rows, model=model, output=tmp_path / "alone", **asked)
+    evaluate, steps = loop.TrainingLoop._evaluate, list[int]()
+
+    def stopped_at_the_second(self: loop.TrainingLoop) -> bool:
+        steps.append(self._state.applied)
+        if len(steps) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return evaluate(self)
+
+    monkeypatch.setattr(loop.TrainingLoop, "_evaluate", stopped_at_the_second)
+    with pytest.raises(brimful.Interrupted):
+        brimful.train(rows, model=model, output=tmp_path / "run", **asked)
+    brimful.train(rows, model=model, output=tmp_path / "run", resume=True, **asked)
+    assert steps == [2, 4, 4]
+    assert learned(tmp_path / "run") == learned(tmp_path / "alone")
+    alone, found = (events(tmp_path / name, "step") for name in ("alone", "run"))
+    assert [(line["step"], line["loss"]) for line in found] == [(line["step"], line["loss"]) for line in alone]
+    assert all(line["samples_per_s"] > 0 for line in found)
+
+
 def test_steps_are_told_of_between_logged_lines(
     model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,7 +94,6 @@ class TrainingLoop:
         self._done_s = 0.0  # when the last step that landed was done
         self._work = SharedWork(self._ranks)
         self._logged = (0.0, 0, 0)  # seconds, samples and tokens when progress was last told
-        self._last: Outcome | None = None  # of the last step that was applied, until it is told of
         self._time_told, self._steps_told = -math.inf, 0.0
 
     @property
@@ -107,10 +106,11 @@ class TrainingLoop:
             self._ranks.watch.on_loss = self._leave
         with self._signals, closing(self._built.source) as source, self._saving.settling(), closing(self._evaluations):
             self._take_up()
-            self._events.write("resumed" if self._state.consumed else "started", step=self._state.applied)
-            self._clock = Clock(self._state.train_s)
+            state = self._state
+            self._events.write("resumed" if state.consumed else "started", step=state.applied)
+            self._clock = Clock(state.train_s)
             self._steps = StepClock(self._clock, self._built.step.device)
-            self._logged = (self._clock.seconds, self._state.samples, self._state.tokens)
+            self._done_s, self._logged = self._clock.seconds, (self._clock.seconds, state.samples, state.tokens)
             self._steps_told = self._clock.seconds
             try:
                 return self._run(source)
@@ -266,9 +266,9 @@ class TrainingLoop:
         state.tokens += outcome.num_tokens
         state.window_loss += outcome.loss
         state.window_batches += 1
-        self._last = outcome
+        state.learning_rate, state.grad_norm = outcome.learning_rate, outcome.grad_norm
         if state.applied == 1 or state.applied % self._options.logging_steps == 0 or self._ended():
-            self._tell(outcome)
+            self._tell()
 
     def _tell_of_others(self) -> None:
         """Say what other processes have warned of since."""
@@ -314,16 +314,13 @@ class TrainingLoop:
         self._events.write("stopped", step=self._state.applied, **why)
 
     def _tell_last(self) -> None:
-        """Tell of the last step that was applied by this process, if it is not yet."""
-        if self._last is not None:
-            self._tell(self._last)
+        """Tell of the last step that was applied, if it is not yet."""
+        if self._state.window_batches and self._state.learning_rate is not None:  # None: a checkpoint of older code
+            self._tell()
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _tell(self) -> None:
         state, now = self._state, self._done_s
-        progress = progress_of(
-            state, self._prepared, outcome, now=now, since=self._logged, memory_bytes=self._memory.now()
-        )
-        self._last = None
+        progress = progress_of(state, self._prepared, now=now, since=self._logged, memory_bytes=self._memory.now())
         self._events.write("step", **dataclasses.asdict(progress))
         self._ranks.pulse.enter("logging")
         self._tell_of_others()

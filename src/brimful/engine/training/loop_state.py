@@ -11,7 +11,8 @@ class LoopState:
     """State of the training loop: JSON in every checkpoint.
 
     num_steps: of the run, as it was asked for by then. token_budget: limit of the layout since memory ran out, None if
-    it never did. out_of_memory: each time, as JSON.
+    it never did. out_of_memory: each time, as JSON. learning_rate, grad_norm: of the last step that was applied, if
+    there was one.
     """
 
     consumed: int = 0
@@ -23,6 +24,8 @@ class LoopState:
     train_s: float = 0.0
     window_loss: float = 0.0
     window_batches: int = 0
+    learning_rate: float | None = None
+    grad_norm: float | None = None
     best_value: float | None = None
     best_step: int | None = None
     best_metrics: dict[str, float] = field(default_factory=dict)

@@ -5,18 +5,17 @@ from __future__ import annotations
 from brimful.core.callbacks import Progress, StepsDone
 from brimful.engine.prepare import Prepared
 from brimful.engine.training.loop_state import LoopState
-from brimful.step.step import Outcome
 
 
 def progress_of(
-    state: LoopState, prepared: Prepared, outcome: Outcome, *, now: float, since: tuple[float, int, int],
-    memory_bytes: int | None,
-) -> Progress:  # fmt: skip
-    """Progress after the step of `outcome`, which was done at `now`.
+    state: LoopState, prepared: Prepared, *, now: float, since: tuple[float, int, int], memory_bytes: int | None
+) -> Progress:
+    """Progress after the last step that was applied, which was done at `now`.
 
-    since: seconds, samples and tokens when progress was last told.
+    since: seconds, samples and tokens when progress was last told. Where no step was done after that, rates are of the
+    whole training.
     """
-    seconds, samples, tokens = since
+    seconds, samples, tokens = since if now > since[0] else (0.0, 0, 0)
     passed = max(now - seconds, 1e-9)
     left = max(0, prepared.num_steps - _done(state, prepared))
     return Progress(
@@ -24,8 +23,8 @@ def progress_of(
         num_steps=prepared.num_steps,
         epoch=state.consumed / prepared.order.batches_per_epoch,
         loss=state.window_loss / state.window_batches,
-        learning_rate=outcome.learning_rate,
-        grad_norm=outcome.grad_norm,
+        learning_rate=state.learning_rate or 0.0,
+        grad_norm=state.grad_norm or 0.0,
         tokens_per_s=(state.tokens - tokens) / passed,
         samples_per_s=(state.samples - samples) / passed,
         left_s=left * now / state.applied if state.applied else None,
