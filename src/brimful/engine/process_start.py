@@ -43,10 +43,11 @@ def start_process(*, on_gpu: bool) -> None:
 
 def _load_torch() -> None:
     """Load the libraries of torch that know no Python, which importing it then finds."""
-    found = find_spec("torch")
-    package = Path(next(iter((found and found.submodule_search_locations) or ()), ""))
-    if not os.environ.get("TORCH_USE_RTLD_GLOBAL") and not _has_choice(package):
-        load_library(package / "lib" / "libtorch.so")
+    with suppress(Exception):
+        found = find_spec("torch")
+        package = None if found is None else next(iter(found.submodule_search_locations or ()), None)
+        if package is not None and not os.environ.get("TORCH_USE_RTLD_GLOBAL") and not _has_choice(Path(package)):
+            load_library(Path(package) / "lib" / "libtorch.so")
 
 
 def _has_choice(package: Path) -> bool:
