@@ -96,6 +96,9 @@ def test_the_choice_among_few_rows_is_told() -> None:
     assert "is not taken: it needs more than --memory-limit 1GB" in (recommended_text(limited) or "")
     best = _of(whole, "brimful: bf16", samples_per_s=1e4)
     assert "is not taken" not in (recommended_text(best) or "")
+    assert "cut short" not in (recommended_text(best) or "")
+    cut = replace(best, rows=tuple(replace(each, cut_short=each.row.key == best.recommended) for each in best.rows))
+    assert "Its row was cut short by the budget" in (recommended_text(cut) or "")
 
 
 def test_a_gain_within_the_spread_is_none() -> None:

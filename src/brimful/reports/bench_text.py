@@ -154,7 +154,9 @@ def recommended_text(bench: Bench) -> str | None:
     first = f"Recommended: {said}, brimful's fastest that fits and changes no arithmetic{unsure}"
     again = recommended_row(bench)
     once = "Not measured once more" if again is None or again.status in ("left", "not_reached") else None
-    return ". ".join(filter(None, (first, _slower(bench, measured), _passed_over(bench), _few(bench), once)))
+    short = any(each.row.key == bench.recommended and each.cut_short for each in bench.rows)
+    cut = "Its row was cut short by the budget" if short else None
+    return ". ".join(filter(None, (first, _slower(bench, measured), _passed_over(bench), _few(bench), cut, once)))
 
 
 def _slower(bench: Bench, measured: Measured | None) -> str | None:
