@@ -631,6 +631,7 @@ def test_the_measurement_that_waited_less_is_kept(tmp_path: Path, plans: Plans) 
     assert waited_less(replace(kept, waiting=0.2), replace(kept, waiting=0.3, cores=2.0))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("undrawn")
 def test_rows_of_one_name_are_both_in_the_table_of_a_later_call(tmp_path: Path, plans: Plans) -> None:
     """And found again under the name that they had, each compared with the row that it was compared with."""
