@@ -21,7 +21,7 @@ _WITH_LIBRARIES = ("pyarrow", "scipy.optimize", "tokenizers", "huggingface_hub",
 
 
 def start_process(*, on_gpu: bool) -> None:
-    """Import torch and transformers. What fails shows in later calls.
+    """Import torch and transformers. What fails beside torch shows where it is used.
 
     on_gpu: start the first visible GPU meanwhile, where there is a driver.
     """
