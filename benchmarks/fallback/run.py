@@ -21,7 +21,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[1] / "training"))
 
-from architectures import ARCHITECTURES, PRECISIONS, SHAPES, SIZES, UNPACKED, Work, make_inputs
+import turns
+from architectures import ARCHITECTURES, PRECISIONS, SHAPES, SIZES, SLOW, UNPACKED, Work, make_inputs
 from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
 from settings import BASE
 
@@ -78,9 +79,12 @@ def _measured(side: str, work: Work, settings: dict[str, Any], plan: dict[str, A
     else:
         import brimful_side as measure  # type: ignore[no-redef]
     short = work.shape == "short"
+    to_compile = 12 if work.shape == "dense" else 40  # one length, or several
     steps = {"warm_up": 60 if short else 30, "steps": 40 if short else 12, "rounds": 5}
     if side == "hf":
-        steps = {"warm_up": 40 if settings["compile"] else 10, "steps": 20 if short else 8, "rounds": 5}
+        steps = {"warm_up": to_compile if settings["compile"] else 10, "steps": 20 if short else 8, "rounds": 5}
+    if work.model in SLOW:
+        steps = {"warm_up": 4, "steps": 4, "rounds": 5}
     if plan["scale"] != "base":
         steps = {"warm_up": 2, "steps": 2 if plan["scale"] == "smoke" else 6, "rounds": 2}
     began = time.monotonic()
@@ -90,10 +94,12 @@ def _measured(side: str, work: Work, settings: dict[str, Any], plan: dict[str, A
         [found] = measure.measure_work(work, asked, inputs)
     except Exception as failure:  # of this side alone: the others are measured
         found = {"settings": settings, "error": f"{type(failure).__name__}: {failure}"[:300]}
+    turns.give()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return found | {"warm_up": steps["warm_up"], "side_s": round(time.monotonic() - began, 1)}
+    seconds = {"side_s": round(time.monotonic() - began, 1)}
+    return found | {"warm_up": steps["warm_up"], "in_turns": turns.shared(), **seconds}
 
 
 def results(session: Session) -> list[dict[str, Any]]:

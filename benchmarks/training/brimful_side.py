@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import turns
 from chip import operations
 from shapes import max_length
 from works import Work, data_file, model_folder
@@ -65,6 +66,7 @@ def measure_work(work: Any, plan: dict[str, Any], inputs: Path) -> Iterator[dict
         began = time.perf_counter()
         precision = choose_precision(options.precision, choose_device(options.device))
         prepared = prepare(options, callbacks)
+        turns.take()  # kernels are timed as the step is built
         with precision.apply(), freed_memory_kept(precision.device):  # as in a run
             built = build(options, prepared, precision, callbacks)
             warm_up, steps, rounds = plan["warm_up"], plan["steps"], plan["rounds"]
@@ -72,6 +74,7 @@ def measure_work(work: Any, plan: dict[str, Any], inputs: Path) -> Iterator[dict
                 warm_up, steps = warm_up // 2, steps // 2
             built_s = time.perf_counter() - began
             marks, cpu_marks, graphs, computed, wait_s = _run(built, warm_up, steps, rounds)
+        turns.give()
         lengths = prepared.training.tokens.lengths
         found = []
         for number in range(rounds):

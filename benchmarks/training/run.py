@@ -129,7 +129,8 @@ def settings_of(session: Session, work: Work, side: str) -> list[Settings]:
         execution = "auto" if arguments.smoke else arguments.execution
         return [{"batch_size": batch, "precision": precision, "execution": execution} for batch in work.batches]
     if session.arguments.no_sweep:
-        return [base_of(session, work)]
+        base = base_of(session, work)
+        return [base] if session.arguments.smoke else trainer_settings.likeliest(base)
     return trainer_settings.fastest(trials(session, work))
 
 
@@ -189,8 +190,10 @@ def one(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> Iterator[d
     if plan["smoke"]:
         torch.set_num_threads(1)
     if plan["side"] == "limits":
+        import turns
         from chip import limits
 
+        turns.take()
         works = [Work.parse(name) for name in plan["work"]]
         make_inputs(inputs, works, tokenizer, smoke=plan["smoke"])
         yield limits(inputs, works, smoke=plan["smoke"])
@@ -233,7 +236,7 @@ def dry_run(session: Session, works: list[Work]) -> None:
 def main() -> None:
     parser = parser_of("Fine-tuning by Hugging Face Trainer and by brimful.", TABLE, timeout_s=300.0)
     parser.add_argument("--execution", default="compiled", help="how brimful launches steps: its own option")
-    parser.add_argument("--no-sweep", action="store_true", help="Trainer's settings as the sweep begins with them")
+    parser.add_argument("--no-sweep", action="store_true", help="Trainer in the two forms that a sweep begins with")
     parser.add_argument("--sweep-s", type=float, default=300.0, help="most seconds of a row's trials; default: 300")
     arguments = parser.parse_args()
     arguments.inputs = arguments.inputs or default_inputs("training", smoke=arguments.smoke)

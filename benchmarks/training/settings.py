@@ -84,6 +84,11 @@ def fastest(tried: Sequence[Record], number: int = KEPT) -> list[Settings]:
     return [record["settings"] for record in sorted(worked, key=samples_per_s, reverse=True)[:number]]
 
 
+def likeliest(base: Settings) -> list[Settings]:
+    """Return the settings that were the fastest so far, for a row that is not swept."""
+    return _forms(base, flash=False)[:KEPT]
+
+
 def changed(settings: Settings, base: Settings = BASE) -> str:
     """Name settings by what differs from `base`."""
     return ", ".join(f"{key} {value}" for key, value in settings.items() if base.get(key) != value) or "as begun with"

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import turns
 from chip import operations
 from settings import BUCKETS
 from shapes import max_length
@@ -55,11 +56,17 @@ def measure_work(work: Any, plan: dict[str, Any], inputs: Path) -> Iterator[dict
             if len(plan["settings"]) == 1 and "trial_s" not in plan:
                 raise
             found = {"error": f"{type(failure).__name__}: {failure}"[:300]}
+        turns.give()
         yield {"settings": settings, **found}
         gc.collect()
         torch.compiler.reset()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def _turn_at(warm_up: int) -> int:
+    """The step after which other processes are to leave the GPU alone: most is compiled by then."""
+    return max(warm_up - 10, warm_up // 2)
 
 
 class _Clock(TrainerCallback):
@@ -69,6 +76,8 @@ class _Clock(TrainerCallback):
         self.warm_up, self.steps, self.marks, self.cpu_marks = warm_up, steps, list[float](), list[float]()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == _turn_at(self.warm_up):
+            turns.take()
         if state.global_step >= self.warm_up and (state.global_step - self.warm_up) % self.steps == 0:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -85,6 +94,8 @@ class _Trial(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.steps = state.global_step - self.warm_up
+        if state.global_step == _turn_at(self.warm_up):
+            turns.take()
         now = time.perf_counter()
         due = self.steps >= 10 and now - self.marks[0] >= self.seconds if self.marks else self.steps == 0
         if due:

@@ -1,0 +1,36 @@
+"""Turns of processes that share a GPU: one times its rounds while the others load, compile and wait.
+
+With a file's name in BENCHMARK_TURNS, a process that takes its turn holds that file's lock until it gives the turn
+back; a process that ends gives it back, too. Without the variable every call returns at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+_VARIABLE = "BENCHMARK_TURNS"
+_held: list[IO[str]] = []
+
+
+def shared() -> bool:
+    """True if this process takes turns with others."""
+    return bool(os.environ.get(_VARIABLE))
+
+
+def take() -> None:
+    """Wait until no other process has its turn, and hold it. Nothing happens where it is held already."""
+    if not shared() or _held:
+        return
+    file = Path(os.environ[_VARIABLE]).open("a")  # noqa: SIM115 (held until the turn is given back)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    _held.append(file)
+
+
+def give() -> None:
+    """Let the next process have its turn."""
+    while _held:
+        with _held.pop() as file:
+            fcntl.flock(file, fcntl.LOCK_UN)  # processes that were forked meanwhile have it open, too
