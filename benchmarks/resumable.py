@@ -17,11 +17,13 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import turns
 from provenance import commit_here, host_here
 
 _POLL_S = 0.05
@@ -70,6 +72,7 @@ class Session:
         self.call = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
         self.nvml = Nvml(wanted=gpu)
         self.host, self.commit = host_here(self.nvml.uuid), commit_here()
+        self._writing = threading.Lock()
         self._environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         if not gpu:
             self._environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -110,14 +113,14 @@ class Session:
         """Appends to the raw log."""
         facts = {"gpu": self.nvml.gpu, "host": self.host, "commit": self.commit, "smoke": self.arguments.smoke}
         record = {"call": self.call, **facts, **record}
-        self.records.append(record)
-        with self.log.open("a", encoding="utf-8") as log:
+        with self._writing, self.log.open("a", encoding="utf-8") as log:
+            self.records.append(record)
             log.write(json.dumps(record) + "\n")
         return record
 
     def child(self, plan: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Runs one plan in a process of its own: its `found` rows, `wall_s`, `nvml_bytes`, `ok`; `error` with its last
-        words if not, and whether it was `timed_out`."""
+        words if not, and whether it was `timed_out`. `nvml_bytes` is unknown where processes share the GPU."""
         arguments = self.arguments
         if self.deadline is not None:
             timeout_s = min(timeout_s, self.deadline - time.monotonic())
@@ -154,7 +157,7 @@ class Session:
             "error": error,
             "timed_out": timed_out,
             "wall_s": round(time.monotonic() - began, 1),
-            "nvml_bytes": None if peak is None or before is None else peak - before,
+            "nvml_bytes": None if peak is None or before is None or turns.shared() else peak - before,
         }
 
 

@@ -15,6 +15,11 @@ _VARIABLE = "BENCHMARK_TURNS"
 _held: list[IO[str]] = []
 
 
+def begin(folder: Path) -> None:
+    """Have processes that are started from now on take turns, by a file in this folder."""
+    os.environ[_VARIABLE] = str(folder / "turns")
+
+
 def shared() -> bool:
     """True if this process takes turns with others."""
     return bool(os.environ.get(_VARIABLE))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import report
 import settings as trainer_settings
+import turns
 from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
 from works import TABLE, Work, make_inputs
 
@@ -130,7 +132,8 @@ def settings_of(session: Session, work: Work, side: str) -> list[Settings]:
         return [{"batch_size": batch, "precision": precision, "execution": execution} for batch in work.batches]
     if session.arguments.no_sweep:
         base = base_of(session, work)
-        return [base] if session.arguments.smoke else trainer_settings.likeliest(base)
+        likeliest = trainer_settings.likeliest(base, short=work.texts == "tweets")
+        return [base] if session.arguments.smoke else likeliest
     return trainer_settings.fastest(trials(session, work))
 
 
@@ -167,6 +170,30 @@ def row(session: Session, work: Work) -> bool:
     return True
 
 
+def rows_at_once(session: Session, works: list[Work]) -> None:
+    """Measures rows by several processes that share the GPU by turns: ours one after another, Trainer's in the others.
+
+    Trainer's likeliest settings come first for each row, then the next ones, as far as there is time.
+    """
+    asked = {(work.name, side): settings_of(session, work, side) for work in works for side in work.sides}
+
+    def measure_one(work: Work, side: str, number: int) -> None:
+        of_side = asked[work.name, side]
+        if number < len(of_side) and session.fits(expected_s(session, "row", work, side)):
+            say(f"{work.name}: {side} {json.dumps(of_side[number])}")
+            measure(session, work, side, of_side[number], of_side)
+
+    lanes = {"brimful": ThreadPoolExecutor(1), "hf": ThreadPoolExecutor(session.arguments.at_once - 1)}
+    done = [
+        lanes[side].submit(measure_one, work, side, number)
+        for number in range(max(map(len, asked.values())))
+        for work in works
+        for side in work.sides
+    ]
+    for each in done:
+        each.result()
+
+
 def measure(session: Session, work: Work, side: str, settings: Settings, all_asked: list[Settings]) -> dict[str, Any]:
     """One setting of a side of a row into the raw log. all_asked: those of this side that the row is made of."""
     plan = steps_of(session, work, side) | {"work": work.name, "side": side, "settings": [settings]}
@@ -190,7 +217,6 @@ def one(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> Iterator[d
     if plan["smoke"]:
         torch.set_num_threads(1)
     if plan["side"] == "limits":
-        import turns
         from chip import limits
 
         turns.take()
@@ -238,7 +264,10 @@ def main() -> None:
     parser.add_argument("--execution", default="compiled", help="how brimful launches steps: its own option")
     parser.add_argument("--no-sweep", action="store_true", help="Trainer in the two forms that a sweep begins with")
     parser.add_argument("--sweep-s", type=float, default=300.0, help="most seconds of a row's trials; default: 300")
+    parser.add_argument("--at-once", type=int, default=1, help="processes that share the GPU by turns")
     arguments = parser.parse_args()
+    if arguments.at_once > 1 and not arguments.no_sweep:
+        parser.error("--at-once needs --no-sweep: a sweep goes on from what it found")
     arguments.inputs = arguments.inputs or default_inputs("training", smoke=arguments.smoke)
     if arguments.one:
         print_rows(one(json.loads(arguments.one), arguments.inputs, arguments.tokenizer))
@@ -247,6 +276,9 @@ def main() -> None:
         works = [Work.parse(name) for name in arguments.rows]
     except ValueError as error:
         parser.error(str(error))
+    if arguments.at_once > 1:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        turns.begin(arguments.output.resolve())
     session = Session(arguments, __file__)
     works = [work for work in works if not complete(session, work)]
     if arguments.dry_run:
@@ -270,9 +302,14 @@ def run(session: Session, works: list[Work]) -> list[str]:
     session.add(kind="limits", work=names[0], limits=found[0] if found else None, **result)
     if not result["ok"]:
         sys.exit(f"the limits of this machine could not be measured: {result['error']}")
+    several = session.arguments.at_once > 1
+    if several:
+        rows_at_once(session, works)
     left = []
     for work in works:
-        if not (sweep(session, work) and row(session, work) and complete(session, work)):
+        if several:
+            left += [] if complete(session, work) else [work.name]
+        elif not (sweep(session, work) and row(session, work) and complete(session, work)):
             left.append(work.name)
         write_report(session)
     return left

@@ -84,9 +84,13 @@ def fastest(tried: Sequence[Record], number: int = KEPT) -> list[Settings]:
     return [record["settings"] for record in sorted(worked, key=samples_per_s, reverse=True)[:number]]
 
 
-def likeliest(base: Settings) -> list[Settings]:
-    """Return the settings that were the fastest so far, for a row that is not swept."""
-    return _forms(base, flash=False)[:KEPT]
+def likeliest(base: Settings, *, short: bool) -> list[Settings]:
+    """Return the settings that were the fastest so far, for a row that is not swept.
+
+    short: of short texts, where launching takes longest, CUDA graphs come first.
+    """
+    found = _forms(base, flash=False)[:KEPT]
+    return found[::-1] if short else found
 
 
 def changed(settings: Settings, base: Settings = BASE) -> str:
