@@ -6,8 +6,9 @@ C outputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -126,6 +127,18 @@ def _map(value: Any, change: Any) -> Any:
     return map_tensors(value, change) if isinstance(value, Segments | Group | PackedInputs | PaddedInputs) else value
 
 
+def tensors_of(layout: Any) -> Iterator[Tensor]:
+    """Yield every tensor of a layout, in the order of `map_tensors`."""
+    for value in vars(layout).values():
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            for group in value:
+                yield from tensors_of(group)
+        elif isinstance(value, Segments):
+            yield from tensors_of(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PackedShape:
     """Fixed shape of a packed row: T tokens, S slots, the longest sequence it may hold.
@@ -170,7 +183,7 @@ def _cu_seqlens(lengths: np.ndarray, shape: PackedShape) -> np.ndarray:
         raise ValueError(f"{count} sequences of {used} tokens do not fit {shape}")
     cu_seqlens_N = np.full(shape.num_segments + 1, used, dtype=np.int32)
     cu_seqlens_N[0] = 0
-    np.cumsum(lengths, out=cu_seqlens_N[1 : count + 1])
+    lengths.cumsum(out=cu_seqlens_N[1 : count + 1])
     tail = np.arange(1, shape.num_segments - shape.num_slots + 1) * shape.max_length
     cu_seqlens_N[shape.num_slots + 1 :] = np.minimum(used + tail, shape.num_tokens)
     return cu_seqlens_N
@@ -205,8 +218,7 @@ def pack_numbers(
         raise ValueError(f"of {len(lengths)} sequences one is empty")
     cu_seqlens_N, used, count = _cu_seqlens(lengths, shape), len(ids), len(lengths)
     memory = torch.empty(sum(shape.sizes(types is not None)), dtype=torch.int32, pin_memory=pinned)
-    parts = np.split(memory.numpy(), np.cumsum(shape.sizes(types is not None)[:-1]))
-    ids_T, written_N, first_S, last_S, types_T = parts
+    ids_T, written_N, first_S, last_S, types_T = _parts(memory.numpy(), shape.sizes(types is not None))
     ids_T[:used], ids_T[used:], written_N[:] = ids, padding_id, cu_seqlens_N
     starts, last = cu_seqlens_N[:count], cu_seqlens_N[1 : count + 1] - 1
     for row in np.flatnonzero(ids_T[last] == padding_id):  # a text may end in it, where it is also the end token
@@ -215,6 +227,12 @@ def pack_numbers(
     for part, values in ((first_S, starts), (last_S, last), *([] if types is None else [(types_T, types)])):
         part[: len(values)], part[len(values) :] = values, 0
     return memory
+
+
+def _parts(numbers: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Views of so many numbers each, one after the other: `np.split` takes longer than all that is written in them."""
+    ends = list(accumulate(sizes))
+    return [numbers[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def unpack_numbers(numbers: Tensor, shape: PackedShape) -> PackedInputs:
@@ -256,8 +274,8 @@ def packed_inputs(
 def _unpacked_on_host(numbers: np.ndarray, shape: PackedShape) -> PackedInputs:
     """`unpack_numbers` by numpy: torch would wake a thread a core, and these spin from one batch to the next."""
     with_types = len(numbers) > sum(shape.sizes(False))
-    ids_T, cu_seqlens_N, first_S, last_S, types_T = np.split(numbers, np.cumsum(shape.sizes(with_types)[:-1]))
-    segment_T = np.repeat(np.arange(shape.num_segments), np.diff(cu_seqlens_N))
+    ids_T, cu_seqlens_N, first_S, last_S, types_T = _parts(numbers, shape.sizes(with_types))
+    segment_T = np.repeat(np.arange(shape.num_segments), cu_seqlens_N[1:] - cu_seqlens_N[:-1])
     positions_T = np.arange(shape.num_tokens) - cu_seqlens_N[segment_T]
 
     def long(values: np.ndarray) -> Tensor:
@@ -324,7 +342,7 @@ def pad_numbers(
         raise ValueError(f"{count} sequences do not fit {num_rows} rows of {length} tokens, or one is empty")
     sizes = [num_rows, num_rows * length, 0 if types is None else num_rows * length]
     memory = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=pinned)
-    lengths_R, ids_RL, types_RL = np.split(memory.numpy(), np.cumsum(sizes[:-1]))
+    lengths_R, ids_RL, types_RL = _parts(memory.numpy(), sizes)
     lengths_R[:count], lengths_R[count:] = lengths, lengths[0]
     real = np.arange(length) < lengths[:, None]
     for part, values, empty in ((ids_RL, ids, padding_id), (types_RL, types, 0)):
@@ -367,29 +385,24 @@ def placed(inputs: Inputs, starts_M: np.ndarray) -> Inputs:
 
 def with_groups(segments: Segments, ratio: float = 1.25, slack: int = 8) -> Segments:
     """The same segments, also as padded rows in groups whose lengths differ by at most `ratio` and `slack` tokens."""
-    lengths_N = segments.cu_seqlens_N.diff().long()
-    order = torch.argsort(lengths_N, stable=True)
+    cu_seqlens_N = segments.cu_seqlens_N.numpy().astype(np.int64)
+    lengths_N = np.diff(cu_seqlens_N)
+    order = np.argsort(lengths_N, kind="stable")
     order = order[lengths_N[order] > 0]
-    groups, sizes = [], lengths_N[order].tolist()
-    start = 0
-    while start < len(sizes):
-        end = start
-        while end < len(sizes) and sizes[end] <= ratio * sizes[start] + slack:
-            end += 1
-        groups.append(_group(segments.cu_seqlens_N[order[start:end]].long(), lengths_N[order[start:end]]))
-        start = end
-    groups.sort(key=lambda group: int(group.index_RL[0, 0]))
-    flat = torch.cat([group.index_RL.where(group.valid_RL, -1).flatten() for group in groups])
-    place_T = torch.zeros_like(segments.segment_T)
-    place_T[flat[flat >= 0]] = torch.nonzero(flat >= 0)[:, 0]
-    as_they_are = torch.equal(place_T, torch.arange(len(place_T)))
-    return replace(segments, groups=tuple(groups), place_T=None if as_they_are else place_T)
-
-
-def _group(starts_R: Tensor, lengths_R: Tensor) -> Group:
-    column_L = torch.arange(int(lengths_R.max()))
-    valid_RL = column_L < lengths_R[:, None]
-    index_RL = starts_R[:, None] + torch.where(valid_RL, column_L, 0)
-    first = int(index_RL[0, 0])
-    in_a_row = torch.equal(index_RL.flatten(), torch.arange(first, first + index_RL.numel()))
-    return Group(index_RL=index_RL, valid_RL=valid_RL, start=first if in_a_row else None)
+    cut, sizes = [], lengths_N[order]
+    while len(sizes):
+        number = int(np.searchsorted(sizes, ratio * sizes[0] + slack, side="right"))
+        cut.append((cu_seqlens_N[order[:number]], sizes[:number]))
+        order, sizes = order[number:], sizes[number:]
+    groups, place_T, computed = [], np.zeros(len(segments.segment_T), dtype=np.int64), 0
+    for starts_R, lengths_R in sorted(cut, key=lambda group: group[0][0]):
+        column_L = np.arange(lengths_R[-1])
+        valid_RL = column_L < lengths_R[:, None]
+        index_RL = starts_R[:, None] + np.where(valid_RL, column_L, 0)
+        place_T[index_RL[valid_RL]] = computed + np.flatnonzero(valid_RL)
+        computed += valid_RL.size
+        in_a_row = bool((np.diff(index_RL.ravel()) == 1).all())
+        start = int(index_RL[0, 0]) if in_a_row else None
+        groups.append(Group(index_RL=torch.from_numpy(index_RL), valid_RL=torch.from_numpy(valid_RL), start=start))
+    as_they_are = np.array_equal(place_T, np.arange(len(place_T)))
+    return replace(segments, groups=tuple(groups), place_T=None if as_they_are else torch.from_numpy(place_T))

@@ -18,7 +18,7 @@ from torch import Tensor
 from brimful.data.batches.packing import Budgets, choose_budgets, pack
 from brimful.data.batches.padding import Cut, PaddedShapes, cut
 from brimful.data.batches.shares import starts_of
-from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs, placed
+from brimful.kernels.layout import Inputs, PackedShape, map_tensors, packed_inputs, padded_inputs, placed, tensors_of
 from brimful.tasks.task import Task
 
 #: Bytes that the tensors of one memory begin at multiples of: the widest words that kernels read.
@@ -48,14 +48,8 @@ class MicroBatch:
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor, always in the same order."""
-        found: list[Tensor] = []
-
-        def keep(tensor: Tensor) -> Tensor:
-            found.append(tensor)
-            return tensor
-
-        self.map(keep)
-        return tuple(found)
+        weights = () if self.weights_S is None else (self.weights_S,)
+        return (*tensors_of(self.inputs), self.targets_S, self.valid_S, self.denominator, *weights)
 
     @cached_property
     def shape(self) -> Shape:
@@ -389,15 +383,14 @@ def make_batch(
     none, are a part of the batch.
     """
     micro_batches, num_computed = [], 0
+    lengths_N = np.fromiter(map(len, ids), np.int64, len(ids))
     facts = whole or Whole(
         denominator=task.denominator(targets_N, weights_N),
         num_samples=len(samples),
-        num_tokens=sum(len(sequence) for sequence in ids),
+        num_tokens=int(lengths_N.sum()),
     )
-    denominator = torch.tensor(facts.denominator, dtype=torch.float64)
-    starts_N = facts.starts_N
-    if starts_N is None:
-        starts_N = starts_of(np.array([len(sequence) for sequence in ids], dtype=np.int64))
+    denominator = torch.from_numpy(np.array(facts.denominator, dtype=np.float64))
+    starts_N = starts_of(lengths_N) if facts.starts_N is None else facts.starts_N
     for inputs, members in layout.arrange(ids, types, facts.shares) if len(ids) or facts.shares else ():
         targets_S = task.empty_targets(inputs.num_slots)
         targets_S[: len(members)] = targets_N[members]
@@ -409,7 +402,7 @@ def make_batch(
             MicroBatch(
                 inputs=placed(inputs, starts_N[members]),
                 targets_S=torch.from_numpy(targets_S),
-                valid_S=torch.arange(inputs.num_slots) < len(members),
+                valid_S=torch.from_numpy(np.arange(inputs.num_slots) < len(members)),
                 denominator=denominator,
                 samples=samples[members],
                 weights_S=weights_S,
