@@ -36,6 +36,7 @@ class Seen:
     call: str
     commit: str | None
     log: str
+    alone: bool
 
 
 def seen(folder: Path = HERE) -> Iterator[Seen]:
@@ -64,10 +65,12 @@ def _of_raw(benchmark: str, record: dict[str, Any], log: Path) -> Iterator[Seen]
         found = {"found": short if "texts_per_s" in record else []}
         yield from _of_raw(benchmark, record | {"kind": "row", "ok": True} | side | found, log)
         return
-    if record.get("kind") != "row" or not record.get("ok"):
+    if record.get("kind") != "row":
         return
-    if benchmark == "training":
+    if benchmark == "training":  # rounds count, too, of a process that did not end in time
         measured = [[each["samples"] / each["seconds"] for each in record.get("rounds", ())]]
+    elif not record.get("ok"):
+        return
     else:
         found = [each for each in record["found"] if "repeats" in each and record["side"] in _OPPONENTS]
         measured = [[each["texts"] / repeat["seconds"] for repeat in each["repeats"]] for each in found]
@@ -78,16 +81,17 @@ def _of_raw(benchmark: str, record: dict[str, Any], log: Path) -> Iterator[Seen]
 
 def _seen(benchmark: str, record: dict[str, Any], log: Path, side: str, rates: dict[str, float]) -> Seen:
     work, gpu, call = (str(record[key]) for key in ("work", "gpu", "call"))
-    commit, told = record.get("commit"), str(log)
-    return Seen(benchmark=benchmark, gpu=gpu, work=work, side=side, call=call, commit=commit, log=told, **rates)
+    facts = {"commit": record.get("commit"), "log": str(log), "alone": record.get("nvml_bytes", 0) is not None}
+    return Seen(benchmark=benchmark, gpu=gpu, work=work, side=side, call=call, **facts, **rates)
 
 
 def beside(found: list[Seen], gpu: str) -> list[tuple[Seen, Seen]]:
-    """Return our newest figure of each row on a GPU, and the fastest opponent on that row, whichever call it is of."""
+    """Return our newest figure of each row on a GPU, of a process that had it alone, and the row's fastest opponent."""
     pairs = []
     of_gpu = [each for each in found if gpu in each.gpu]
     for benchmark, work in dict.fromkeys((each.benchmark, each.work) for each in of_gpu):
         rows = [each for each in of_gpu if (each.benchmark, each.work, each.side) == (benchmark, work, "brimful")]
+        rows = [each for each in rows if each.alone]
         theirs = [e for e in of_gpu if e.benchmark == benchmark and e.side in _OPPONENTS]
         theirs = [each for each in theirs if each.work.removesuffix("-fp8") == work.removesuffix("-fp8")]
         if rows and theirs:
@@ -103,8 +107,9 @@ def table(pairs: list[tuple[Seen, Seen]], gpu: str) -> str:
         "# The fastest opponent seen",
         "",
         f"By `python benchmarks/opponents.py --write`, from all logs of {gpu}s. Medians of samples/s, of texts/s",
-        "where it classifies: ours the newest of the row, theirs the fastest of any call, host and setting. Ratio: of",
-        "the medians; in brackets our slowest round to their fastest, and our fastest to their median.",
+        "where it classifies: ours the newest of a call in which it had the GPU alone, theirs the fastest of any",
+        "call, host and setting. Ratio: of the medians; in brackets our slowest round to their fastest, and our",
+        "fastest to their median.",
         "",
         "| row | brimful | the fastest opponent | ratio (range) | brimful's log | their log |",
         "|---|---|---|---|---|---|",

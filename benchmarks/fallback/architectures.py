@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from dataclasses import dataclass
@@ -128,7 +129,7 @@ def make_inputs(inputs: Path, work: Work, tokenizer: Any) -> None:
     file = inputs / f"{work.texts}.jsonl"
     if not file.exists():
         text = "".join(json.dumps(row) + "\n" for row in _rows(work, tokenizer))
-        temporary = file.with_suffix(".tmp")
+        temporary = file.with_suffix(f".{os.getpid()}.tmp")  # another process may write the same
         temporary.write_text(text, "utf-8")
         temporary.replace(file)
 

@@ -15,6 +15,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -223,20 +224,18 @@ def main() -> None:
     if arguments.one:
         print_rows(architecture(json.loads(arguments.one), arguments.inputs, arguments.tokenizer))
         return
-    session, left = Session(arguments, __file__, gpu=not arguments.cpu), []
-    expected_s = _EXPECTED_S[0 if arguments.compile else 1]
-    for model in arguments.rows:
-        if session.known("model", work=model, ok=True):
-            continue
-        seconds = session.last_wall_s("model", work=model) or expected_s
-        if arguments.dry_run:
-            print(f"{seconds:5.0f} s  {model}")
-        elif not session.fits(seconds):
-            left.append(model)
-        else:
-            _measure(session, model)
+    if arguments.at_once > 1:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        turns.begin(arguments.output.resolve())
+    session = Session(arguments, __file__, gpu=not arguments.cpu)
+    wanted = [model for model in arguments.rows if not session.known("model", work=model, ok=True)]
     if arguments.dry_run:
+        for model in wanted:
+            print(f"{_expected_s(session, model):5.0f} s  {model}")
         return
+    with ThreadPoolExecutor(arguments.at_once) as lanes:
+        measured = lanes.map(lambda model: _measure(session, model), wanted)
+        left = [model for model, was in zip(wanted, measured, strict=True) if not was]
     rows = results(session)
     text = table(rows)
     write_texts(arguments.output, {"results.json": json.dumps(rows, indent=1), "table.md": text})
@@ -245,8 +244,15 @@ def main() -> None:
         print(f"\nnot measured yet: {' '.join(left)}; call again")
 
 
-def _measure(session: Session, model: str) -> None:
+def _expected_s(session: Session, model: str) -> float:
+    return session.last_wall_s("model", work=model) or _EXPECTED_S[0 if session.arguments.compile else 1]
+
+
+def _measure(session: Session, model: str) -> bool:
+    """Measure one architecture; False if there is no time for it."""
     arguments = session.arguments
+    if not session.fits(_expected_s(session, model)):
+        return False
     say(model)
     plan = {"work": model, "scale": arguments.size, "shapes": arguments.shapes, "compile": arguments.compile}
     plan |= {"settings": arguments.settings, "compiled_too": arguments.compiled_too}
@@ -258,6 +264,7 @@ def _measure(session: Session, model: str) -> None:
     session.add(kind="model", work=model, **result)
     if not result["ok"]:
         say(f"{model}: {result['error']}")
+    return True
 
 
 def _arguments() -> Namespace:
@@ -272,6 +279,7 @@ def _arguments() -> Namespace:
                         help="Trainer's settings, by number; 2, CUDA graphs, was the fastest so far")  # fmt: skip
     parser.add_argument("--compiled-too", action="store_true", help="also what a longer run would choose")
     parser.add_argument("--packed-too", action="store_true", help="measure what runs packed, too")
+    parser.add_argument("--at-once", type=int, default=1, help="processes that share the GPU by turns")
     parser.add_argument("--cpu", action="store_true", help="leave the GPU alone")
     parser.add_argument("--repeats", type=int, default=1, help="on a CPU: how often both sides take turns")
     parser.add_argument("--threads", type=int, default=1, help="of torch, in sizes below base")

@@ -66,7 +66,8 @@ def measure_work(work: Any, plan: dict[str, Any], inputs: Path) -> Iterator[dict
         began = time.perf_counter()
         precision = choose_precision(options.precision, choose_device(options.device))
         prepared = prepare(options, callbacks)
-        turns.take()  # kernels are timed as the step is built
+        if plan.get("builds_in_turn"):  # our kernels are timed then
+            turns.take()
         with precision.apply(), freed_memory_kept(precision.device):  # as in a run
             built = build(options, prepared, precision, callbacks)
             warm_up, steps, rounds = plan["warm_up"], plan["steps"], plan["rounds"]
@@ -120,6 +121,8 @@ def _run(
     waited_s = 0.0
     with closing(built.source) as source, Feed(source, step.device, stop=warm_up + rounds * steps) as feed:
         for number, batch in enumerate(feed, 1):
+            if number == max(1, warm_up - 10):  # most is compiled by then
+                turns.take()
             flying.append(step.run(batch))
             computed.append(batch.num_computed)
             if len(flying) > _IN_FLIGHT:

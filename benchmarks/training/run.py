@@ -197,6 +197,7 @@ def rows_at_once(session: Session, works: list[Work]) -> None:
 def measure(session: Session, work: Work, side: str, settings: Settings, all_asked: list[Settings]) -> dict[str, Any]:
     """One setting of a side of a row into the raw log. all_asked: those of this side that the row is made of."""
     plan = steps_of(session, work, side) | {"work": work.name, "side": side, "settings": [settings]}
+    plan["builds_in_turn"] = True
     if settings.get("compile") and not session.arguments.smoke:
         plan["warm_up"] = _COMPILED_LONG_WARM_UP
     result = session.child(plan, session.arguments.timeout_s)
