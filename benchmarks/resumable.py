@@ -73,7 +73,7 @@ class Session:
         self.nvml = Nvml(wanted=gpu)
         self.host, self.commit = host_here(self.nvml.uuid), commit_here()
         self._writing = threading.Lock()
-        self._environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        self._environment = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         if not gpu:
             self._environment["CUDA_VISIBLE_DEVICES"] = ""
         arguments.output.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,8 @@ class Session:
         before = peak = self.nvml.used_bytes()
         began, error, timed_out = time.monotonic(), None, False
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            process = subprocess.Popen(command, stdout=out, stderr=err, env=self._environment, start_new_session=True)
+            environment = os.environ | self._environment
+            process = subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
             try:
                 while process.poll() is None:
                     time.sleep(_POLL_S)

@@ -66,8 +66,6 @@ def measure_work(work: Any, plan: dict[str, Any], inputs: Path) -> Iterator[dict
         began = time.perf_counter()
         precision = choose_precision(options.precision, choose_device(options.device))
         prepared = prepare(options, callbacks)
-        if plan.get("builds_in_turn"):  # our kernels are timed then
-            turns.take()
         with precision.apply(), freed_memory_kept(precision.device):  # as in a run
             built = build(options, prepared, precision, callbacks)
             warm_up, steps, rounds = plan["warm_up"], plan["steps"], plan["rounds"]

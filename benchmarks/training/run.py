@@ -171,7 +171,7 @@ def row(session: Session, work: Work) -> bool:
 
 
 def rows_at_once(session: Session, works: list[Work]) -> None:
-    """Measures rows by several processes that share the GPU by turns: ours one after another, Trainer's in the others.
+    """Measures our side of each row alone, then Trainer's by several processes that share the GPU by turns.
 
     Trainer's likeliest settings come first for each row, then the next ones, as far as there is time.
     """
@@ -183,21 +183,22 @@ def rows_at_once(session: Session, works: list[Work]) -> None:
             say(f"{work.name}: {side} {json.dumps(of_side[number])}")
             measure(session, work, side, of_side[number], of_side)
 
-    lanes = {"brimful": ThreadPoolExecutor(1), "hf": ThreadPoolExecutor(session.arguments.at_once - 1)}
-    done = [
-        lanes[side].submit(measure_one, work, side, number)
-        for number in range(max(map(len, asked.values())))
-        for work in works
-        for side in work.sides
-    ]
-    for each in done:
-        each.result()
+    def measure_side(side: str, at_once: int) -> None:
+        of_side = [work for work in works if side in work.sides]
+        most = max((len(asked[work.name, side]) for work in of_side), default=0)
+        with ThreadPoolExecutor(at_once) as lanes:
+            done = [lanes.submit(measure_one, work, side, number) for number in range(most) for work in of_side]
+        for each in done:
+            each.result()
+
+    measure_side("brimful", 1)
+    turns.begin(session.arguments.output.resolve())
+    measure_side("hf", session.arguments.at_once)
 
 
 def measure(session: Session, work: Work, side: str, settings: Settings, all_asked: list[Settings]) -> dict[str, Any]:
     """One setting of a side of a row into the raw log. all_asked: those of this side that the row is made of."""
     plan = steps_of(session, work, side) | {"work": work.name, "side": side, "settings": [settings]}
-    plan["builds_in_turn"] = True
     if settings.get("compile") and not session.arguments.smoke:
         plan["warm_up"] = _COMPILED_LONG_WARM_UP
     result = session.child(plan, session.arguments.timeout_s)
@@ -265,7 +266,7 @@ def main() -> None:
     parser.add_argument("--execution", default="compiled", help="how brimful launches steps: its own option")
     parser.add_argument("--no-sweep", action="store_true", help="Trainer in the two forms that a sweep begins with")
     parser.add_argument("--sweep-s", type=float, default=300.0, help="most seconds of a row's trials; default: 300")
-    parser.add_argument("--at-once", type=int, default=1, help="processes that share the GPU by turns")
+    parser.add_argument("--at-once", type=int, default=1, help="Trainer's processes that share the GPU by turns")
     arguments = parser.parse_args()
     if arguments.at_once > 1 and not arguments.no_sweep:
         parser.error("--at-once needs --no-sweep: a sweep goes on from what it found")
@@ -277,9 +278,6 @@ def main() -> None:
         works = [Work.parse(name) for name in arguments.rows]
     except ValueError as error:
         parser.error(str(error))
-    if arguments.at_once > 1:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        turns.begin(arguments.output.resolve())
     session = Session(arguments, __file__)
     works = [work for work in works if not complete(session, work)]
     if arguments.dry_run:
