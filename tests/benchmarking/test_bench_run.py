@@ -827,6 +827,7 @@ def test_a_row_cut_short_is_measured_again_where_there_is_time_for_it(tmp_path: 
     assert found.needs_budget_s is None
 
 
+@pytest.mark.thorough
 def test_the_command_with_real_processes(tmp_path: Path) -> None:
     """One row of each side and the recommended one, without torch in the process that was asked."""
     base, rows = save_base(tmp_path / "base"), write_reviews(tmp_path / "rows.csv", 16)

@@ -96,6 +96,7 @@ def test_the_trace_holds_the_steps(name: str, files: Files, tmp_path: Path) -> N
     assert [path.name for path in (tmp_path / name).parent.iterdir()] == [Path(name).name]
 
 
+@pytest.mark.thorough
 def test_the_command_prints_one_document(files: Files, tmp_path: Path) -> None:
     words = ["profile", files.reviews, "--model", files.classifier, "--steps", "2", "--batch-size", "8", "--json"]
     process = subprocess.run(

@@ -122,6 +122,7 @@ def test_the_talk_in_a_pipe(brimful: Brimful, files: Files, tmp_path: Path) -> N
     assert re.search(r"packed +exact +equal to the plain forward within .*, gradient within ", packing)
 
 
+@pytest.mark.thorough
 def test_the_talk_on_a_terminal_of_80_columns(files: Files, tmp_path: Path) -> None:
     """In a process of its own: the recipe fits, the bar is drawn and taken away, stdout has one document."""
     words = [str(word) for word in train_words(files.reviews, files.base, "run", "--logging-steps", 1, "--json")]

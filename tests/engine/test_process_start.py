@@ -54,6 +54,7 @@ print(json.dumps([folders, again, wrong, "torch" in sys.modules, models.bert.Ber
 """
 
 
+@pytest.mark.thorough
 def test_names_of_models_are_found_once_and_are_the_same() -> None:
     """The package of models is what it is without us: every class is where it was, and wants what it wanted."""
     code = "def _same(a, b): return (set(a) == set(b) if isinstance(b, list) else a == b)\n" + _ONCE

@@ -95,6 +95,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[
     return home / "run", rows
 
 
+@pytest.mark.thorough
 def test_lengths_of_training_are_those_of_use(trained: tuple[Path, list[tuple[str, str]]], tmp_path: Path) -> None:
     run, rows = trained
     texts = [text for text, _ in rows]

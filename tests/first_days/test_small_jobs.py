@@ -39,6 +39,7 @@ def without_torch(words: Sequence[object], folder: Path, code: int = 2) -> str:
     return done.stderr + done.stdout
 
 
+@pytest.mark.thorough
 def test_mistakes_are_answered_before_torch_is_imported(files: Files, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -154,6 +155,7 @@ class _Stopping(Callbacks):
         self.stages.append(text)
 
 
+@pytest.mark.thorough
 def test_ctrl_c_is_answered_and_goes_on(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work under way is left undone; the results are those of an uninterrupted run."""
     monkeypatch.setattr("brimful.engine.classification.windows._FEWEST_BYTES", 64)

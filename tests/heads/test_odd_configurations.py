@@ -51,6 +51,7 @@ def scores(answers: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.sampled
 def test_answers_are_those_of_the_pipeline(case: str, tmp_path: Path) -> None:
     folder = model_of(case, tmp_path / "model")
     asked = {"top_k": None, "function_to_apply": "none"}

@@ -616,6 +616,7 @@ for file in sys.argv[2:]:
 """
 
 
+@pytest.mark.thorough
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     """Files of 140 MB, those of columns with one row group or batch of all rows each."""
     words = [os.urandom(32).hex() for _ in range(1000)]

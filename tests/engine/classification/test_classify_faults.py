@@ -125,6 +125,7 @@ TEXT_PLANS = ("in the middle of a window", "before a file gets its name")
     ("event", "name"),
     [(event, name) for event in PLANS for name in OUTPUTS if name != "results.csv" or event in TEXT_PLANS],
 )
+@pytest.mark.sampled
 def test_five_kills(
     event: str, name: str, runner: Runner, inputs: Path, alone: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:

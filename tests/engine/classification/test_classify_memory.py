@@ -30,7 +30,7 @@ def write_rows(path: Path, num_rows: int) -> Path:
     return path
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize("output", ["results.parquet", "results"])
 def test_ten_times_the_rows_need_no_more_memory(output: str, runner: Runner, tmp_path: Path) -> None:
     model, peak_bytes = save_classifier(tmp_path / "model", ["bad", "good"]), {}

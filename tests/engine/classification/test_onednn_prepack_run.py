@@ -44,6 +44,7 @@ def was_reordered(ours: brimful.Classifier) -> bool:
     ("family", "precision"),
     [*((family, "fp32") for family in FAMILIES), *((family, "bf16") for family in ("bert", "modernbert", "gpt2"))],
 )
+@pytest.mark.sampled
 def test_every_family(
     family: str, precision: Literal["fp32", "bf16"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,7 @@ def test_killed_before_the_last_old_checkpoint_is_removed(
     assert checkpoints(output) == checkpoints(alone[0])
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.6, 0.95])
 def test_kills_before_any_operation(
     share: float, runner: Runner, words: list[str], alone: tuple[Path, Ended], home: Path, tmp_path: Path

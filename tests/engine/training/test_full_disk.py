@@ -208,6 +208,7 @@ def pages(folder: Path) -> int:
     return sum(-(-size // 4096) * 4096 for size in sizes)
 
 
+@pytest.mark.thorough
 def test_answers_do_not_take_the_room_of_what_must_be_saved(
     model: Path, tmp_path: Path, disk: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,6 +168,7 @@ def test_stuck(owner: Any, name: str, phase: str, files: Path, tmp_path: Path) -
     assert (lost["rank"], lost["phase"]) == (1, phase)
 
 
+@pytest.mark.thorough
 def test_one_that_only_is_slow_is_left_alone(files: Path, tmp_path: Path) -> None:
     """The leader evaluates and saves for longer than a step may take, and the other one compiles that long."""
 

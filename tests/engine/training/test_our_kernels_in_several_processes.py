@@ -60,7 +60,7 @@ def processes(output: Path) -> str:
     return str(next(lever["reason"] for lever in levers if lever["name"] == "processes"))
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize("by", [("--no-peer-copies",), ()], ids=["sent", "copied"])
 def test_the_best_model_is_whole(files: Path, tmp_path: Path, by: tuple[str, ...]) -> None:
     """It is not the last one: what others have updated since is put back, too."""
@@ -101,6 +101,7 @@ def test_a_first_batch_that_differs_leads_to_a_slower_path_in_all(
     [(0, ()), (1, ("--no-peer-copies",))],
     ids=["copied", "sent, the other"],
 )
+@pytest.mark.thorough
 def test_what_was_done_before_memory_ran_out_is_saved(
     where: int, by: tuple[str, ...], files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ LEVERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("levers", LEVERS, ids=lambda levers: next(iter(levers)))
+@pytest.mark.sampled
 def test_levers_of_memory_may_differ(levers: dict[str, Any], tmp_path: Path) -> None:
     """Begun with and gone on without, and the other way round: weights of a run that was left alone."""
     rows = write_rows(tmp_path / "rows.jsonl", single_label_rows(40))

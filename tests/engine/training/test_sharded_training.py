@@ -51,6 +51,7 @@ def same(one: list[tuple[int, float, float]], other: list[tuple[int, float, floa
         assert found == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_parts_of_any_number_of_processes_make_one_checkpoint(files: Path, tmp_path: Path) -> None:
     """Three steps each by two, three, two and one: the checkpoints are whole, and the run is one process's."""
     constant = ("--lr-scheduler-type", "constant", "--save-steps", "3", "--eval-split", "0", "--save-total-limit", "9")

@@ -86,6 +86,7 @@ def test_the_same_from_a_checkpoint(run: Path, tmp_path: Path) -> None:
     assert all(torch.equal(saved[name], again[name]) for name in saved)
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_keeps_its_scale(words: list[object], run: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     fixed = [*words, "--lr-scheduler-type", "constant"]

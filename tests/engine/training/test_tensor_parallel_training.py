@@ -30,6 +30,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_two_with_weights_together_learn_what_one_does(files: Path, tmp_path: Path) -> None:
     """Losses, metrics, the best model; gone on with by two groups, and by one process."""
     ask = ("--lr-scheduler-type", "constant", "--class-weights", "balanced", "--save-steps", "2", "--eval-steps", "2")
