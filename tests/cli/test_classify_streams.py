@@ -129,6 +129,7 @@ def read_back(path: Path) -> list[dict[str, Any]]:
 # --- pipes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_pipe_that_stays_open_is_answered_row_by_row_and_ends_when_told_to(files: Files) -> None:
     """Answers come before the next row is written; SIGTERM ends a pass that waits for one."""
     command = [sys.executable, "-m", "brimful", "classify", str(files.classifier), "-", *FP32]

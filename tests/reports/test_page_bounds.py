@@ -38,7 +38,7 @@ def records(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return report, evaluation
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 def test_the_page_of_a_run(records: tuple[RunReport, Evaluation]) -> None:
     page = checked(run_page(records[0]))
     cut = page.record["shortened"]

@@ -303,6 +303,7 @@ def test_an_evaluation_has_its_page(tmp_path: Path) -> None:
     assert "The most confident mistakes" in page.text
 
 
+@pytest.mark.thorough
 def test_records_may_be_given_as_files(tmp_path: Path) -> None:
     """Each makes the page of its kind: that of a run in its folder, others anywhere."""
     run, evaluation = record(5)

@@ -105,6 +105,7 @@ def test_they_learn_what_plain_ones_of_one_process_do(
 @pytest.mark.parametrize(
     ("family", "fused", "recomputed"), [("bert", True, False), ("llama", True, True), ("llama", False, False)]
 )
+@pytest.mark.thorough
 def test_weights_are_sent_in_half_precision(family: str, fused: bool, recomputed: bool, tmp_path: Path) -> None:
     """As products read them, norms being whole in both processes: it changes no bit but by the order of sums."""
     found = []

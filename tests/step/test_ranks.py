@@ -436,7 +436,7 @@ def test_shares_are_even_and_whole(count: int) -> None:
         assert max(loads) <= max(lengths.sum() / count * 4 / 3, lengths.max())  # Graham's bound
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.skipif(not FUSED, reason="needs Triton")
 @pytest.mark.parametrize(("count", "by_peers"), [(2, False), (2, True), (3, True)])
 def test_our_kernels_update_by_parts_what_they_update_whole(count: int, by_peers: bool, tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def course(step: Step) -> None:
 @pytest.mark.parametrize(
     ("stored", "depth", "in_backward"), [("host", 3, False), ("host", 5, True), ("disk", 5, False), ("disk", 3, True)]
 )
+@pytest.mark.sampled
 def test_streamed_weights(gpu: PretendGpu, stored: str, depth: int, in_backward: bool, tmp_path: Path) -> None:
     model = FAMILIES["bert"].model(num_hidden_layers=depth, dropout=0.1).train()
     layers: Any = layers_of(model)

@@ -123,6 +123,7 @@ def grown(run: Callable[[Any], Any], few: Any, many: Any) -> int:
 
 @pytest.mark.parametrize("kind", ["texts", "lists"])
 @pytest.mark.parametrize("run", [truth_of, trained_on])
+@pytest.mark.sampled
 def test_a_row_of_a_thousand_labels_takes_what_its_own_take(run: Callable[[Rows], Any], kind: str) -> None:
     """An array of bytes would have a thousand for each row."""
     assert grown(run, labelled(4500, kind), labelled(13500, kind)) < 9000 * 250

@@ -118,7 +118,7 @@ def wait_for(found: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize("struck", ["the leader is told to stop", "the other one is killed"])
 def test_a_pass_that_ends_early_is_gone_on_with_by_any_number(struck: str, home: Path, tmp_path: Path) -> None:
     """Answers are kept; who is gone is named; three processes, or one, go on to the same bytes."""

@@ -111,6 +111,7 @@ def fail() -> None:
         (signal.SIGSTOP, 0, "it is stopped", "any"),
     ],
 )
+@pytest.mark.thorough
 def test_killed_and_stopped(sent: signal.Signals, rank: int, why: str, phase: str, files: Path, tmp_path: Path) -> None:
     """The others name it and end with one code; fewer go on from the last checkpoint, which is whole."""
     output, reached = tmp_path / "run", tmp_path / "reached"

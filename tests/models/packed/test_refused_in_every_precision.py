@@ -53,7 +53,7 @@ def test_on_a_trained_model(minilm: Any) -> None:
             assert not check_here(model, "bf16", 48).packed, name
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize("kernel_takes_fp32", [True, False])
 def test_a_window_removed_from_a_wide_model(monkeypatch: pytest.MonkeyPatch, kernel_takes_fp32: bool) -> None:
     """Some kernels take half precision alone: there the dtype that runs must tell."""

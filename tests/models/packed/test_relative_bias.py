@@ -95,7 +95,7 @@ def test_nothing_is_made_of_every_pair_of_tokens(name: str) -> None:
     assert largest.numbers < inputs.num_tokens**2 // 8
 
 
-@pytest.mark.sampled
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FORMS)
 def test_the_kernel_of_gpus_in_a_model(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """In heads of 16 channels, which it takes; layers of two forms compiled, as they are on a GPU."""

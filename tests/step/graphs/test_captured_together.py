@@ -176,6 +176,7 @@ def work_in_parts(place: Place) -> list[Any]:
         return [*found, run(ranks, PARTS, {})]
 
 
+@pytest.mark.thorough
 def test_weights_in_parts_are_captured_where_a_batch_is_one_micro_batch(tmp_path: Path) -> None:
     """Of several, gradients are put in the place of none or added, which the host decides."""
     for single, several, captured, launched, refused, full in Forked(tmp_path, 2, work_in_parts).results():

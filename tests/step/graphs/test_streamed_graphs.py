@@ -78,6 +78,7 @@ def test_graphs_learn_what_the_host_launches(other: str) -> None:
 @pytest.mark.filterwarnings("ignore:module forward hook with")  # it is refused all that follows
 @pytest.mark.parametrize("refusal", ["not permitted", "the legacy stream depends on a capture"])
 @pytest.mark.parametrize("refuse_at", [400, 2500])
+@pytest.mark.sampled
 def test_a_capture_that_is_refused_has_changed_nothing(refuse_at: int, refusal: str) -> None:
     """In the midst of the layers that are due, and in the backward pass. What may pass is captured the next time."""
     found = []
