@@ -22,7 +22,9 @@ from tiny_files import review, save_classifier, write_csv
     [
         ("--lr", "--learning-rate"),
         ("--epochs", "--num-train-epochs"),
-        ("--fp16", "--precision"),
+        ("--fp16", "--precision fp16"),
+        ("--tf32", "--precision tf32"),
+        ("--torch-compile", "--execution compiled"),
         ("--max-lenght", "--max-length"),
         ("--sep", "--delimiter"),
     ],
@@ -31,10 +33,30 @@ def test_names_from_elsewhere(brimful: Brimful, given: str, meant: str) -> None:
     assert f"hint: did you mean {meant}?" in brimful("train", "data.csv", given, 3).err
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("--auto_find_batch_size", "micro-batches get smaller by themselves"),
+        ("--dataloader-num-workers", "a thread makes batches ahead of the step"),
+        ("--group-by-length", "sequences are packed"),
+        ("--per-device-eval-batch-size", "evaluation counts tokens"),
+        ("--torch-empty-cache-steps", "is given back"),
+        ("--use-liger-kernel", "fused kernels"),
+    ],
+)
+def test_settings_of_transformers_that_are_always_so(brimful: Brimful, given: str, why: str) -> None:
+    said = brimful("train", "data.csv", given, 3).err
+    assert "hint: leave it out: " in said
+    assert why in said
+
+
 def test_names_from_elsewhere_in_python_and_files(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     with pytest.raises(OptionError) as caught:
         package.train(files.reviews, model=files.base, output=tmp_path / "run", epochs=2)
     assert caught.value.hint == "did you mean num_train_epochs?"
+    with pytest.raises(OptionError) as caught:
+        package.train(files.reviews, model=files.base, output=tmp_path / "run", bf16=True)
+    assert caught.value.hint == 'did you mean precision="bf16"?'
     (tmp_path / "run.toml").write_text("nested = 1\n")
     said = brimful("train", files.reviews, "--config", tmp_path / "run.toml").err
     assert "unknown key 'nested'" in said

@@ -216,7 +216,7 @@ _ALSO_CALLED = {
     **dict.fromkeys(("epochs", "epoch", "num_epochs", "n_epochs"), "num_train_epochs"),
     **dict.fromkeys(("bs", "batch", "per_device_train_batch_size", "train_batch_size"), "batch_size"),
     **dict.fromkeys(("max_len", "max_seq_length", "max_seq_len", "seq_length", "length"), "max_length"),
-    **dict.fromkeys(("fp16", "bf16", "fp32", "dtype", "half", "amp"), "precision"),
+    **dict.fromkeys(("dtype", "torch_dtype", "half", "amp", "mixed_precision"), "precision"),
     **dict.fromkeys(("output_dir", "out", "save", "out_dir", "predictions", "save_predictions"), "output"),
     **dict.fromkeys(("eval", "validation", "valid", "val", "dev", "test", "test_data", "eval_dataset"), "eval_data"),
     **dict.fromkeys(("label", "target", "labels_column", "y"), "label_column"),
@@ -237,11 +237,33 @@ _ALSO_CALLED = {
     **dict.fromkeys(("fsdp", "deepspeed", "ddp", "zero", "zero_stage"), "sharding"),
 }
 
+#: Options of transformers' TrainingArguments that are a value of one here.
+_ALSO_SET = {
+    **{name: ("precision", name) for name in ("fp32", "tf32", "bf16", "fp16", "fp8")},
+    "torch_compile": ("execution", "compiled"),
+}
+
+#: Options of transformers' that have nothing to set here, by one that commands without it lack: what is done instead.
+_ALWAYS_SO = {
+    "auto_find_batch_size": ("batch_size", "where memory runs out, micro-batches get smaller by themselves"),
+    "dataloader_num_workers": ("prefetch", "a thread makes batches ahead of the step"),
+    "dataloader_pin_memory": ("prefetch", "host memory of batches is pinned on a GPU"),
+    "group_by_length": ("packing", "sequences are packed, without padding"),
+    "per_device_eval_batch_size": ("batch_size", "evaluation counts tokens, not rows"),
+    "torch_empty_cache_steps": ("batch_size", "where memory runs out, what torch keeps unused is given back"),
+    "use_liger_kernel": ("execution", "a GPU runs layers on fused kernels"),
+}
+
 
 def did_you_mean(name: str, known: Sequence[str]) -> str | None:
     """Hint with the one of `known` that `name` may mean, by its name elsewhere or misspelt; None if none is close."""
     spelt = {each.lstrip("-").replace("-", "_"): each for each in known}
     bare = name.lstrip("-").replace("-", "_").lower()
+    if bare in _ALSO_SET and (setting := spelt.get(_ALSO_SET[bare][0])) is not None:
+        value = _ALSO_SET[bare][1]
+        return f"did you mean {setting} {value}?" if setting.startswith("--") else f'did you mean {setting}="{value}"?'
+    if bare in _ALWAYS_SO and _ALWAYS_SO[bare][0] in spelt:
+        return f"leave it out: {_ALWAYS_SO[bare][1]}"
     if (meant := spelt.get(_ALSO_CALLED.get(bare, ""))) is not None:
         return f"did you mean {meant}?"
     near = difflib.get_close_matches(bare, spelt, n=1, cutoff=0.7)
