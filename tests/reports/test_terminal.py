@@ -137,6 +137,19 @@ def test_steps_are_told_of_where_no_line_is_logged(capsys: pytest.CaptureFixture
     ]
 
 
+def test_the_last_step_is_told_of_however_soon(capsys: pytest.CaptureFixture[str], seconds: list[float]) -> None:
+    terminal = Terminal()
+    terminal.recipe(RECIPE)
+    capsys.readouterr()
+    for step in range(1, 5):
+        seconds[0] = 10.0 + step
+        terminal.progress(dataclasses.replace(PROGRESS, step=step, num_steps=4, loss=0.5 / step))
+    assert [line.partition("  lr")[0] for line in lines(capsys)] == [
+        "step 1 of 4  loss 0.5000",
+        "step 4 of 4  loss 0.1250",
+    ]
+
+
 def test_a_stream_of_unknown_length_says_what_it_can(capsys: pytest.CaptureFixture[str], seconds: list[float]) -> None:
     terminal = Terminal()
     terminal.stage("classifying")

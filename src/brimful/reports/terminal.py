@@ -157,7 +157,7 @@ class Terminal(Callbacks):
             f"  lr {progress.learning_rate:.1e}  {count_text(progress.tokens_per_s)} tokens/s"
             f"  {seconds_text(progress.left_s)} left"
         )
-        self._draw(text, progress.step, progress.num_steps)
+        self._draw(text, progress.step, progress.num_steps, due=progress.step >= progress.num_steps)
 
     def stepped(self, steps: StepsDone) -> None:
         loss = "" if steps.loss is None else f"  loss {steps.loss:.4f}"
@@ -267,15 +267,16 @@ class Terminal(Callbacks):
         file.flush()
         self._line_width = len(text)
 
-    def _draw(self, text: str, done: float, total: float | None) -> None:
-        """Draw the bar, or print a plain line where one is due. total: None while unknown."""
+    def _draw(self, text: str, done: float, total: float | None, *, due: bool = False) -> None:
+        """Draw the bar, or print a plain line where one is due. total: None while unknown. due: a plain line is due,
+        however short ago the one before it was."""
         if self._line_width is not None:
             if time.monotonic() - self._said_at >= _NOTEBOOK_EVERY_S:
                 self._said_at = time.monotonic()
                 self._overwrite(text)
             return
         if not self._console.is_terminal:
-            if time.monotonic() - self._said_at >= _PLAIN_EVERY_S:
+            if due or time.monotonic() - self._said_at >= _PLAIN_EVERY_S:
                 self._said_at = time.monotonic()
                 self._console.print(escape(text))
             return
