@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import multiprocessing
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator
@@ -231,3 +232,11 @@ def test_functions_of_files_and_modules(transforms: str) -> None:
 
     assert load_transform(f"{transforms}:same")("text", random.Random(0)) == "text"
     assert load_transform("textwrap:dedent") is not None
+
+
+def test_the_transform_of_the_reference(tmp_path: Path) -> None:
+    reference = (Path(__file__).parents[3] / "docs" / "reference" / "data.md").read_text("utf-8")
+    code = reference.partition("## Transforms")[2].partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "augment.py").write_text(code)
+    change = load_transform(f"{tmp_path / 'augment.py'}:noisy")
+    assert set(change("one two three", random.Random(0)).split()) <= {"one", "two", "three"}
