@@ -71,3 +71,19 @@ def test_what_is_learned_is_the_same(brimful: Brimful, files: Files, tmp_path: P
     whole = load_file(tmp_path / "whole" / "model" / "model.safetensors")
     for name, tensor in load_file(tmp_path / "split" / "model" / "model.safetensors").items():
         torch.testing.assert_close(tensor, whole[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_token_budget_is_said_to_be_asked_for(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    words = (
+        "train",
+        files.reviews,
+        "--model",
+        files.base,
+        "--output",
+        tmp_path / "run",
+        "--device",
+        "cpu",
+        "--dry-run",
+    )
+    assert "at most 1,000 tokens, as asked" in brimful(*words, "--token-budget", 1000).err
+    assert "as asked" not in brimful(*words).err

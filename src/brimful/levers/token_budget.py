@@ -98,6 +98,9 @@ class TokenBudget(Lever):
             batches, tokens, _longest(assembly, assembly.usual_length), most_rows=rows, budget_tokens=cost
         )
         _tell_raised(assembly, budgets.tokens[-1])
+        asked = assembly.options.token_budget
+        if asked is not None and budgets.tokens[-1] <= asked:
+            said = f"at most {asked:,} tokens, as asked; {said}"
         more = ", and more would take longer than they save" if cost and len(budgets.tokens) < MAX_BUDGETS else ""
         return cls(
             value=", ".join(map(str, budgets.tokens)),
