@@ -68,6 +68,17 @@ def test_numbers_that_make_sense(brimful: Brimful) -> None:
     words = ("train", "data.csv", "--model", "m", "--output", "o")
     assert "hint: as in --max-length 256" in brimful(*words, "--max-length", "abc").err
     assert "hint: as in --learning-rate 2e-5" in brimful(*words, "--learning-rate", "fast").err
+    assert "hint: as in --max-length 256" in brimful(*words, "--max-length").err
+
+
+def test_checkpointing_as_a_switch(brimful: Brimful) -> None:
+    words = ("train", "data.csv", "--model", "m", "--output", "o", "--gradient-checkpointing")
+    assert "hint: as in --gradient-checkpointing full" in brimful(*words).err
+    assert "hint: full is transformers' gradient_checkpointing=true" in brimful(*words, "true").err
+    for given, meant in ((True, "full"), (False, "none")):
+        with pytest.raises(OptionError) as caught:
+            package.train("data.csv", model="m", output="o", gradient_checkpointing=given)
+        assert caught.value.hint == f"{meant} is transformers' gradient_checkpointing={given}"
 
 
 def test_labels_with_commas(brimful: Brimful, files: Files, tmp_path: Path) -> None:

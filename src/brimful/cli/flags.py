@@ -157,10 +157,11 @@ _ALSO: Mapping[str, str] = {"--per-device-train-batch-size": "--per-device-batch
 _SHOWN_AS: Mapping[str, str] = {
     "output": "PATH", "trace": "FILE", "metric_for_best_model": "METRIC", "report_to": "NAMES"
 }  # fmt: skip
-#: Numbers that make sense, where 8 does not.
-_EXAMPLES = {"--max-length": 256, "--max-steps": 1000, "--limit": 500, "--seed": 42, "--save-steps": 500} | {
-    "--eval-steps": 500, "--logging-steps": 10, "--token-budget": 8192, "--shard-rows": 1000000, "--verify": 256,
-    "--warmup-steps": 100,
+#: Values that make sense, where 8 does not.
+_EXAMPLES: Mapping[str, int | str] = {
+    "--max-length": 256, "--max-steps": 1000, "--limit": 500, "--seed": 42, "--save-steps": 500, "--eval-steps": 500,
+    "--logging-steps": 10, "--token-budget": 8192, "--shard-rows": 1000000, "--verify": 256, "--warmup-steps": 100,
+    "--gradient-checkpointing": "full",
 }  # fmt: skip
 _KINDS: Mapping[type[Any], str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -216,7 +217,10 @@ class _Help(argparse.HelpFormatter):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise OptionError(printable(message.removeprefix("argument "), 300), hint=f"{self.prog} --help")
+        said = message.removeprefix("argument ")
+        name = said.partition(":")[0]
+        hint = f"as in {name} {_EXAMPLES[name]}" if name in _EXAMPLES else f"{self.prog} --help"
+        raise OptionError(printable(said, 300), hint=hint)
 
 
 def _with_dashes(word: str) -> str:

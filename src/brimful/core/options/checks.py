@@ -37,7 +37,14 @@ def check_types(options: object) -> None:
                 _check_text(flag(field.name), value)
         if not fits:
             near = _near(value, kinds) if get_origin(hint) is Literal and isinstance(value, str) else None
-            raise refused(options, field.name, repr(value), wanted, hint=near)
+            raise refused(options, field.name, repr(value), wanted, hint=near or _as_switch(field.name, value))
+
+
+def _as_switch(name: str, value: object) -> str | None:
+    """Hint for an option that is true or false in transformers, where it is given so."""
+    if name == "gradient_checkpointing" and str(value).lower() in ("true", "false"):
+        return f"{'full' if str(value).lower() == 'true' else 'none'} is transformers' gradient_checkpointing={value}"
+    return None
 
 
 def _near(value: str, choices: Sequence[Any]) -> str | None:
@@ -142,7 +149,10 @@ def check_checkpointing(options: Any) -> None:
     """Check that --gradient-checkpointing is known, and that --activation-memory has one that it limits."""
     given, memory = options.gradient_checkpointing, options.activation_memory
     if not re.fullmatch(r"none|full|selective|offload|every-[1-9]\d{0,5}", given):
-        raise refused(options, "gradient_checkpointing", given, "none, full, selective, offload, or every-N as every-2")
+        wanted = "none, full, selective, offload, or every-N as every-2"
+        raise refused(
+            options, "gradient_checkpointing", given, wanted, hint=_as_switch("gradient_checkpointing", given)
+        )
     if memory is not None and given not in ("selective", "offload"):
         raise OptionError(
             f"--activation-memory is given, and --gradient-checkpointing is {given}",
