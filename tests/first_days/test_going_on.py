@@ -211,3 +211,9 @@ def test_a_model_of_a_checkpoint(brimful: Brimful, files: Files, tmp_path: Path)
     said = brimful("export", run, "--step", 2, "-o", tmp_path / "damaged")
     assert (said.code, "hint: there are those of steps 4" in said.err) == (5, True), said.err
     assert "holds no run" in brimful("export", tmp_path / "early").err
+
+
+def test_workers_without_a_transform_have_no_effect_and_say_so(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    words = train_words(files.reviews, files.base, tmp_path / "run", "--dry-run")
+    assert "warning: --num-workers has no effect without --transform" in brimful(*words, "--num-workers", 2).err
+    assert "--num-workers" not in brimful(*words).err

@@ -127,7 +127,7 @@ def prepare(
     tokenizer = load_tokenizer(facts)
     max_length = longest_sequence(options.max_length, facts, options.model)
     encoder = make_encoder(tokenizer, facts, max_length)
-    transform = None if options.transform is None else load_transform(options.transform)
+    transform = _transform(options, callbacks)
     callbacks.stage(f"reading {options.data}")
     read = read_examples(options, callbacks, tables or {})
     alignment = align_labels(read.space, facts, label_map=options.label_map, new_head=options.new_head)
@@ -163,6 +163,17 @@ def prepare(
     report["inputs"] = dataclasses.asdict(prepared.inputs) | {"label_columns": list(prepared.inputs.label_columns)}
     callbacks.data(report)
     return prepared
+
+
+def _transform(options: TrainOptions, callbacks: Callbacks) -> Transform | None:
+    """Return the function of --transform, None without one. Raises: OptionError if it cannot be loaded."""
+    if options.transform is not None:
+        return load_transform(options.transform)
+    if options.num_workers is not None:
+        callbacks.warning(
+            "--num-workers has no effect without --transform: a thread makes batches ahead of the step (--prefetch)"
+        )
+    return None
 
 
 def _try_transform(transform: Transform | None, encoder: Encoder, seed: int, examples: Examples) -> None:
