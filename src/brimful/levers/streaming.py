@@ -79,9 +79,9 @@ class Streaming(Lever):
             warn_on_cpu(assembly, "--stream-weights host")
             _check_host(sum(sizes) + _bytes_beside(assembly.options) * trained)
         where = "in host memory" if asked == "host" else f"in a file in {streamed_to(assembly.options)}"
-        reason = f"asked for: {bytes_text(sum(sizes))} of {len(sizes)} layers {where}; {verdict.because}"
-        if assembly.training:
-            reason += "; gradients and states of the optimizer are there, too, and layers are computed again"
+        beside = ", with their gradients and the optimizer's states" if assembly.training else ""
+        reason = f"asked for: {bytes_text(sum(sizes))} of {len(sizes)} layers {where}{beside}; {verdict.because}"
+        reason += "; layers are computed again" if assembly.training else ""
         return cls(
             value=asked, reason=reason, num_bytes=sum(sizes), largest=max(sizes), pieces=_num_pieces(assembly),
             trained=trained,

@@ -96,6 +96,14 @@ def test_weights_outside_of_layers_are_in_no_file(monkeypatch: pytest.MonkeyPatc
     assert outside["bert.pooler.dense.weight"].dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize(("asked", "where"), [("host", "in host memory"), ("disk", "in a file in ")])
+def test_the_place_of_gradients_and_states_is_said(asked: str, where: str) -> None:
+    _, assembly, _ = made(stream_weights=asked, **CLIPPED)
+    place, _, more = assembly.lever(Streaming).reason.partition(", with their gradients and the optimizer's states; ")
+    assert where in place
+    assert "layers are computed again" in more
+
+
 def test_weights_of_one_file_change_by_themselves(tmp_path: Path) -> None:
     """Layers do in the midst of a pass, which autograd must not take for a change of what others keep."""
     room = FileRoom(tmp_path, 2 * FileRoom.bytes_with(12))
