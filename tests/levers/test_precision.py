@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from brimful.levers import precision as module
+from brimful.levers.precision import PrecisionLever
 from brimful.step.precision import Precision
+from levers.assemblies import assembly_of
+from tiny import FAMILIES
 
 
 @pytest.mark.parametrize(("value", "half"), [("fp32", False), ("tf32", False), ("bf16", True), ("fp16", True)])
@@ -13,3 +17,11 @@ def test_sums_between_layers_are_in_half_precision_where_products_are(value: str
     precision = Precision(value=value, device=torch.device("cpu"), reason="a test")
     with precision.autocast():
         assert precision.context().half_residuals == half == torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("has_units", [False, True])
+def test_emulated_bf16_is_said_to_be_slow(has_units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_has_bf16_units", lambda: has_units)
+    for value in ("fp32", "bf16"):
+        lever = assembly_of(FAMILIES["bert"].model(), precision=value).lever(PrecisionLever)
+        assert ("no units for it" in lever.reason) == (value == "bf16" and not has_units)

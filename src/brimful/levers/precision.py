@@ -55,7 +55,7 @@ class PrecisionLever(Lever):
             assembly.warn("--precision fp16 takes several times as long as fp32 on a CPU")
         return cls(
             value="bf16" if precision.value == "fp8" else precision.value,
-            reason=precision.reason,
+            reason=precision.reason + _slowness(precision),
             half=precision.half is not None,
             copies=packing.packed and packing.equivalence.half_weights and not assembly.training,
         )
@@ -109,6 +109,14 @@ def choose_forward_precision(asked: PrecisionChoice, device: torch.device) -> Pr
     return choose_precision(asked, device)
 
 
+def _slowness(precision: Precision) -> str:
+    """Say that products in bf16 are emulated, where they are."""
+    if precision.value != "bf16" or precision.device.type != "cpu" or _has_bf16_units():
+        return ""
+    return "; this CPU has no units for it, and takes many times as long as in fp32"
+
+
 def _has_bf16_units() -> bool:
+    """Return whether a CPU multiplies numbers in bf16 itself."""
     capabilities: Any = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16"))
