@@ -217,3 +217,10 @@ def test_workers_without_a_transform_have_no_effect_and_say_so(brimful: Brimful,
     words = train_words(files.reviews, files.base, tmp_path / "run", "--dry-run")
     assert "warning: --num-workers has no effect without --transform" in brimful(*words, "--num-workers", 2).err
     assert "--num-workers" not in brimful(*words).err
+
+
+def test_a_transform_is_named_before_training(brimful: Brimful, files: Files, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def same(text, random):\n    return text\n")
+    words = train_words(files.reviews, files.base, tmp_path / "run", "--dry-run")
+    said = brimful(*words, "--transform", f"{tmp_path / 'mine.py'}:same")
+    assert "mine.py:same is applied to each text in each epoch" in said.err

@@ -168,7 +168,9 @@ def prepare(
 def _transform(options: TrainOptions, callbacks: Callbacks) -> Transform | None:
     """Return the function of --transform, None without one. Raises: OptionError if it cannot be loaded."""
     if options.transform is not None:
-        return load_transform(options.transform)
+        found = load_transform(options.transform)
+        callbacks.note(f"transform: {printable(options.transform)} is applied to each text in each epoch")
+        return found
     if options.num_workers is not None:
         callbacks.warning(
             "--num-workers has no effect without --transform: a thread makes batches ahead of the step (--prefetch)"
