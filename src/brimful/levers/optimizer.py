@@ -143,7 +143,8 @@ class Optimizer(Lever):
             reason = f"asked for; {_kernels_said(asked.torch_kernels)}, fp32 weights and states"
         if asked.savings is not None:
             check_savings(assembly, asked.savings)
-            reason = f"asked for: torch's fused kernel, a bucket of weights at a time; {described(asked.savings)}"
+            said = described(asked.savings, streamed=assembly.options.stream_weights)
+            reason = f"asked for: torch's fused kernel, a bucket of weights at a time; {said}"
         if asked.named is not None:
             ours = decides_on_device(asked.value, assembly.device, (asked.beta1, asked.beta2))
             reason = "asked for; as transformers' Trainer makes it, fp32 weights"

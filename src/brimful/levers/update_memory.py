@@ -62,12 +62,13 @@ def check_savings(assembly: Assembly, asked: Savings) -> None:
         _check_host(assembly, asked)
 
 
-def described(savings: Savings) -> str:
-    """Say what is saved, and what that changes."""
+def described(savings: Savings, *, streamed: str = "none") -> str:
+    """Say what is saved, and what that changes. streamed: --stream-weights."""
     said = []
     if savings.weights is not None:
         said.append("Linear weights in bf16 alone, rounded by chance")
-    where = ", in host memory" if savings.on_host else ""
+    place = "with their layers in the file" if streamed == "disk" else "in host memory"
+    where = f", {place}" if savings.on_host else ""
     where += ", but for those that are updated last" if savings.on_host and savings.in_backward else ""
     said.append(f"{_SAID[savings.states]}{where}")
     if savings.in_backward:

@@ -18,6 +18,7 @@ from brimful.core.place import Place
 from brimful.core.records import Run
 from brimful.hardware.file_memory import FileRoom
 from brimful.hardware.ranks import Ranks
+from brimful.levers.optimizer import Optimizer
 from brimful.levers.streaming import Streaming
 from brimful.models.packed.streamed_layers import StreamedLayers
 from brimful.step.updates.host_states import HostStates
@@ -96,12 +97,16 @@ def test_weights_outside_of_layers_are_in_no_file(monkeypatch: pytest.MonkeyPatc
     assert outside["bert.pooler.dense.weight"].dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize(("asked", "where"), [("host", "in host memory"), ("disk", "in a file in ")])
-def test_the_place_of_gradients_and_states_is_said(asked: str, where: str) -> None:
+@pytest.mark.parametrize(
+    ("asked", "where", "beside"),
+    [("host", "in host memory", "in host memory"), ("disk", "in a file in ", "with their layers in the file")],
+)
+def test_the_place_of_gradients_and_states_is_said(asked: str, where: str, beside: str) -> None:
     _, assembly, _ = made(stream_weights=asked, **CLIPPED)
     place, _, more = assembly.lever(Streaming).reason.partition(", with their gradients and the optimizer's states; ")
     assert where in place
     assert "layers are computed again" in more
+    assert beside in assembly.lever(Optimizer).reason
 
 
 def test_weights_of_one_file_change_by_themselves(tmp_path: Path) -> None:
