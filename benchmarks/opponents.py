@@ -65,12 +65,11 @@ def _of_raw(benchmark: str, record: dict[str, Any], log: Path) -> Iterator[Seen]
         found = {"found": short if "texts_per_s" in record else []}
         yield from _of_raw(benchmark, record | {"kind": "row", "ok": True} | side | found, log)
         return
-    if record.get("kind") != "row":
+    # What a process found counts, too, where it did not end in time.
+    if record.get("kind") != "row" or not (record.get("ok") or record.get("timed_out")):
         return
-    if benchmark == "training":  # rounds count, too, of a process that did not end in time
+    if benchmark == "training":
         measured = [[each["samples"] / each["seconds"] for each in record.get("rounds", ())]]
-    elif not record.get("ok"):
-        return
     else:
         found = [each for each in record["found"] if "repeats" in each and record["side"] in _OPPONENTS]
         measured = [[each["texts"] / repeat["seconds"] for repeat in each["repeats"]] for each in found]
