@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,16 @@ def test_weights_in_a_file_and_an_update_within_the_backward_pass(tmp_path: Path
     assert list(files.iterdir()) == []  # files have no name
     line = next(lever for lever in found.recipe.levers if lever.name == "streaming")
     assert str(files) in line.reason
+
+
+def test_a_resumed_run_that_first_changes_weights_within_an_evaluation(tmp_path: Path) -> None:
+    """Those of a file, also in later steps, whose changes leave by the same memory."""
+    asked: dict[str, Any] = {"stream_weights": "disk", "save_steps": 3, "save_total_limit": 9}
+    _, weights = train(tmp_path, "run", **asked)
+    for gone in [tmp_path / "run" / "model", *(tmp_path / "run" / "checkpoints").glob("step-0000000[4-6]")]:
+        shutil.rmtree(gone)
+    _, resumed = train(tmp_path, "run", resume=True, **asked)
+    assert resumed == weights
 
 
 def test_weights_outside_of_layers_are_in_no_file(monkeypatch: pytest.MonkeyPatch) -> None:

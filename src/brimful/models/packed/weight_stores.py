@@ -113,7 +113,9 @@ class FileStore:
 
     def keep(self, number: int, piece: Tensor, stream: Any) -> Any:
         """As `Store` has it. The file is written by the thread that reads it: in order."""
-        self._leaving = self._leaving or self._pieces(_LEAVING)
+        if not self._leaving:
+            with torch.inference_mode(False):  # of an evaluation that is the first to change weights
+                self._leaving = self._pieces(_LEAVING)
         self._last = place = (self._last + 1) % _LEAVING
         if (writing := self._writing[place]) is not None:
             writing.result()
