@@ -10,11 +10,13 @@ from transformers import (
     FunnelConfig,
     T5Config,
     Trainer,
+    TrainingArguments,
     XLNetConfig,
 )
 
 from brimful.levers.checkpointing import Checkpointing
 from brimful.levers.optimizer import Optimizer, decayed_names, parameter_groups
+from brimful.levers.optimizer_names import without_effect
 from brimful.levers.streaming import Streaming
 from brimful.levers.token_budget import TokenBudget
 from levers.assemblies import assembly_of
@@ -130,3 +132,21 @@ def test_the_recipe_says_the_schedule_of_an_optimizer_that_needs_none() -> None:
     for asked, said in (({}, "constant_with_warmup"), ({"lr_scheduler_type": "cosine"}, "cosine")):
         assembly = assembly_of(FAMILIES["bert"].model(), optim="schedule_free_adamw", **asked)
         assert f"; learning rate {said}, and weights are averaged" in assembly.lever(Optimizer).line().reason
+
+
+@pytest.mark.parametrize(
+    "name", ["adafactor", "adagrad", "rmsprop", "sgd", "adamw_torch", "schedule_free_adamw", "schedule_free_sgd"]
+)
+def test_settings_without_effect_are_those_that_trainer_does_not_pass_on(name: str) -> None:
+    if name.startswith("schedule_free"):
+        pytest.importorskip("schedulefree")
+    arguments = TrainingArguments(output_dir="", optim=name, use_cpu=True)
+    _, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
+    missing = {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",)}
+    assert without_effect(name) == tuple(each for key, of in missing.items() if key not in settings for each in of)
+
+
+def test_a_setting_without_effect_is_said() -> None:
+    said: list[str] = []
+    assembly_of(FAMILIES["bert"].model(), optim="sgd", adam_beta1=0.5, warn=said.append).lever(Optimizer)
+    assert said == ["--adam-beta1 has no effect on --optim sgd"]

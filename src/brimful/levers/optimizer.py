@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from brimful.core import records
-from brimful.core.options.checks import ADAMW, adamw_kernels
+from brimful.core.options.checks import ADAMW, adamw_kernels, flag
 from brimful.core.options.choices import OptimizerChoice, ShardingChoice
 from brimful.core.options.train import TrainOptions
 from brimful.core.records import Arithmetic
@@ -32,6 +32,7 @@ from brimful.levers.optimizer_names import (
     check_installed,
     decides_on_device,
     make_optimizers,
+    without_effect,
 )
 from brimful.levers.packing import Packing
 from brimful.levers.sharding import FUSED_CUTS, Sharding
@@ -136,6 +137,9 @@ class Optimizer(Lever):
         if assembly.optimizer is not None:
             return _given(assembly.optimizer)
         asked, verdict = asked_optimizer(assembly.options), cls.supports(assembly)  # type: ignore[arg-type]
+        for name in without_effect(asked.value):
+            if getattr(assembly.options, name) != getattr(TrainOptions, name):
+                assembly.warn(f"{flag(name)} has no effect on --optim {asked.value}")
         kernels = "our fused kernels" if verdict.ok else f"torch's fused kernels ({verdict.because})"
         whose = "the default" if asked.value == TrainOptions.optim else "asked for"
         reason = f"{whose}; {kernels}, fp32 weights and states"

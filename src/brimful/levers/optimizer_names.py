@@ -100,6 +100,21 @@ def decides_on_device(name: str, device: torch.device, betas: tuple[float, float
     return name in _ON_DEVICE or (name in _ON_GPUS and can_launch(device, betas))
 
 
+#: Those whose settings have no betas, and no epsilon of Adam's, and others without the epsilon.
+_WITHOUT_BETAS = (
+    *("sgd", "adafactor", "adagrad", "rmsprop", "schedule_free_sgd"),
+    *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+)
+_WITHOUT_EPSILON = ("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit")
+
+
+def without_effect(name: str) -> tuple[str, ...]:
+    """Return which of Adam's settings transformers does not pass on to an optimizer."""
+    if name in _WITHOUT_BETAS:
+        return ("adam_beta1", "adam_beta2", "adam_epsilon")
+    return ("adam_epsilon",) if name in _WITHOUT_EPSILON else ()
+
+
 def check_installed(name: str) -> None:
     """Check that the package of an optimizer is there. Raises: OptionError."""
     named = OPTIMIZERS.get(name)
