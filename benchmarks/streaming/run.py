@@ -23,18 +23,23 @@ sys.path.append(str(Path(__file__).parents[1]))
 from resumable import default_inputs, parser_of, print_rows, write_texts
 from sides import Row, run_rows, wait, with_peaks
 
-_STREAMED = {"stream_weights": "host"}
+_STREAMED, _FILED = {"stream_weights": "host"}, {"stream_weights": "disk"}
 _FREED = {"optimizer_in_backward": True, "max_grad_norm": 0.0}
 _LIMITED = {"memory_limit": "5GB", "batch_size": 8}
 _LAYERS_AGAIN = {"execution": "captured", "gradient_checkpointing": "full"}
 ROWS = (
     Row(side="classification", name="on the device", settings={"execution": "eager"}),
     Row(side="classification", name="streamed", settings=_STREAMED),
+    Row(side="classification", name="streamed, within 2 GB", settings=_STREAMED | {"memory_limit": "2GB"}),
+    Row(side="classification", name="streamed from a file", settings=_FILED),
     Row(side="training", name="on the device", settings=_LAYERS_AGAIN),
     Row(side="training", name="streamed", settings=_STREAMED),
     Row(side="training", name="streamed, in backward", settings=_STREAMED | _FREED),
     Row(side="training", name="streamed, in backward, 8 rows within 5 GB", settings=_STREAMED | _FREED | _LIMITED),
     Row(side="training", name="streamed, 8 rows within 5 GB", settings=_STREAMED | _LIMITED),
+    Row(
+        side="training", name="streamed from a file, in backward, 8 rows", settings=_FILED | _FREED | {"batch_size": 8}
+    ),
 )
 #: Of the forward and the backward pass: their share of the operations, layers being computed again, and bytes in and
 #: out over the link for each weight of a layer. Weights in fp32 come in for both. Where the norm of the whole gradient
@@ -128,15 +133,19 @@ def _training(model: Path, settings: dict[str, Any], smoke: bool) -> dict[str, A
 
 def _classification(model: Path, settings: dict[str, Any], smoke: bool) -> dict[str, Any]:
     import numpy as np
+    import torch
 
     import brimful
+    from brimful.hardware.device_memory import device_memory
 
     draw, length = np.random.default_rng(0), 14 if smoke else _LENGTH
     count = 64 if smoke else _TEXTS
     texts = [" ".join(f"w{each}" for each in draw.integers(2, 2000, length)) for _ in range(count)]
     asked = {"device": "cpu" if smoke else "cuda", "precision": "fp32" if smoke else "bf16", "max_length": length}
-    rates = []
-    with brimful.Classifier(model, **asked, **settings) as classifier:
+    given, rates = {**settings}, []
+    asked_limit = given.pop("memory_limit", None)
+    limit = device_memory(torch.device(asked["device"]), None if smoke else asked_limit, "default")
+    with limit, brimful.Classifier(model, **asked, **given) as classifier:
         classifier(texts[: count // 4])
         for _ in range(2 if smoke else 5):
             wait(smoke)
@@ -163,15 +172,15 @@ def table(results: list[dict[str, Any]], weights: int) -> str:
         if found["row"] != "on the device" and found["side"] in on_device:
             device_s = rows / on_device[found["side"]]
             link = found["link_bytes_per_s"]
-            if found["side"] == "training" and link is not None:
-                passes = _PASSES[found["row"].partition(", 8 rows")[0]]
+            passes = _PASSES.get(found["row"].partition(", 8 rows")[0])
+            if found["side"] == "training" and link is not None and passes is not None:
                 byte_s = weights / link["each of both"]
                 bound_s = sum(max(part * device_s, *(byte_s * each for each in ways)) for part, *ways in passes)
                 _, *both_ways = zip(*passes, strict=True)
                 at_once_s = max(device_s, *(byte_s * sum(way) for way in both_ways))
-            else:
+            elif found["side"] == "classification":
                 bound_s = device_s
-            share = f"{bound_s * found['samples_per_s'] / rows:.0%}"
+            share = "" if bound_s is None else f"{bound_s * found['samples_per_s'] / rows:.0%}"
             share += "" if at_once_s is None else f" ({at_once_s * found['samples_per_s'] / rows:.0%})"
         bound = "" if bound_s is None else f"{rows / bound_s:,.1f}"
         rates, memory = found["rates"], found["nvml_bytes"]

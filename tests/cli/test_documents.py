@@ -144,7 +144,7 @@ def test_flags_in_documents_exist(path: Path) -> None:
     fields = [field for options, _ in COMMANDS.values() for field in dataclasses.fields(options)]
     known = {flag(field.name) for field in fields}
     known |= {f"--no-{flag(field.name)[2:]}" for field in fields if "bool" in str(field.type)}
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+[a-z]", path.read_text(encoding="utf-8")))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+[a-z0-9]", path.read_text(encoding="utf-8")))
     assert named <= known | {"--config"} | FOREIGN
 
 
