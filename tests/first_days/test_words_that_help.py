@@ -81,6 +81,11 @@ def test_checkpointing_as_a_switch(brimful: Brimful) -> None:
         assert caught.value.hint == f"{meant} is transformers' gradient_checkpointing={given}"
 
 
+def test_an_optimizer_of_transformers_alone(brimful: Brimful) -> None:
+    said = brimful("train", "data.csv", "--model", "m", "--output", "o", "--optim", "galore_adamw_8bit").err
+    assert "hint: it is in transformers alone; adafactor, adamw_8bit and --peft lora save memory, too" in said
+
+
 def test_labels_with_commas(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     rows = [(review(bool(i % 2), i), ("sports, games", "other")[i % 2]) for i in range(24)]
     data = write_csv(tmp_path / "rows.csv", ("text", "label"), rows)

@@ -15,6 +15,8 @@ from brimful.core.units import parse_bytes
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False", type(None): "nothing"}
 #: Letters that tell choices which begin with them from others, and choices that a hint names.
 _FEWEST_LETTERS, _MOST_NEAR = 3, 3
+#: Beginnings of names of optimizers that transformers has, and these commands do not.
+_NO_OPTIMIZERS = ("galore", "apollo", "lomo", "adalomo", "grokadamw", "stable_adamw")
 
 
 def check_types(options: object) -> None:
@@ -37,13 +39,15 @@ def check_types(options: object) -> None:
                 _check_text(flag(field.name), value)
         if not fits:
             near = _near(value, kinds) if get_origin(hint) is Literal and isinstance(value, str) else None
-            raise refused(options, field.name, repr(value), wanted, hint=near or _as_switch(field.name, value))
+            raise refused(options, field.name, repr(value), wanted, hint=_in_transformers(field.name, value) or near)
 
 
-def _as_switch(name: str, value: object) -> str | None:
-    """Hint for an option that is true or false in transformers, where it is given so."""
+def _in_transformers(name: str, value: object) -> str | None:
+    """Hint for a value that an option has in transformers, and not here."""
     if name == "gradient_checkpointing" and str(value).lower() in ("true", "false"):
         return f"{'full' if str(value).lower() == 'true' else 'none'} is transformers' gradient_checkpointing={value}"
+    if name == "optim" and str(value).startswith(_NO_OPTIMIZERS):
+        return "it is in transformers alone; adafactor, adamw_8bit and --peft lora save memory, too"
     return None
 
 
@@ -151,7 +155,7 @@ def check_checkpointing(options: Any) -> None:
     if not re.fullmatch(r"none|full|selective|offload|every-[1-9]\d{0,5}", given):
         wanted = "none, full, selective, offload, or every-N as every-2"
         raise refused(
-            options, "gradient_checkpointing", given, wanted, hint=_as_switch("gradient_checkpointing", given)
+            options, "gradient_checkpointing", given, wanted, hint=_in_transformers("gradient_checkpointing", given)
         )
     if memory is not None and given not in ("selective", "offload"):
         raise OptionError(
