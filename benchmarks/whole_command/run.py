@@ -101,7 +101,9 @@ class Commands:
             return {"phases_s": json.loads(lines["PHASES"]), "accuracy": metrics["eval_accuracy"]}
         run = json.loads((output / "run.json").read_text("utf-8"))
         recipe = {lever["name"]: lever["value"] for lever in run["recipe"]["levers"]}
-        facts = {key: run[key] for key in ("phases_s", "train_s", "compilations")}
+        facts = {key: run[key] for key in ("phases_s", "train_s", "compilations", "input_wait_s")}
+        events = map(json.loads, (output / "events.jsonl").read_text("utf-8").splitlines())
+        facts["rates"] = [round(each["samples_per_s"]) for each in events if each["kind"] == "step"]
         return facts | {"accuracy": run["metrics"]["accuracy"], "recipe": recipe}
 
 
