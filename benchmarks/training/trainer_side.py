@@ -66,7 +66,7 @@ def measure_work(work: Any, plan: dict[str, Any], inputs: Path) -> Iterator[dict
 
 def _turn_at(warm_up: int) -> int:
     """The step after which other processes are to leave the GPU alone: most is compiled by then."""
-    return warm_up // 3
+    return max(1, warm_up // 3)
 
 
 class _Clock(TrainerCallback):

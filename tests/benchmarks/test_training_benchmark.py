@@ -47,6 +47,12 @@ def script(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, "--inputs", str(folder / "inputs")], capture_output=True, text=True, check=True)
 
 
+@pytest.mark.parametrize(("warm_up", "step"), [(2, 1), (4, 1), (20, 6)])
+def test_a_turn_begins_within_any_warm_up(load: Load, warm_up: int, step: int) -> None:
+    side = load("training", "trainer_side")["trainer_side"]
+    assert side._turn_at(warm_up) == step
+
+
 @pytest.mark.scripts
 def test_measures_both_sides_of_a_row_once(tmp_path: Path) -> None:
     words = ("--no-sweep", "--rows", "tweets/minilm")
