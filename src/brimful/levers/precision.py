@@ -111,12 +111,17 @@ def choose_forward_precision(asked: PrecisionChoice, device: torch.device) -> Pr
 
 def _slowness(precision: Precision) -> str:
     """Say that products in bf16 are emulated, where they are."""
-    if precision.value != "bf16" or precision.device.type != "cpu" or _has_bf16_units():
+    if precision.value != "bf16" or precision.device.type != "cpu" or _has_bf16_units() or _has("bf16", "sve_bf16"):
         return ""
     return "; this CPU has no units for it, and takes many times as long as in fp32"
 
 
 def _has_bf16_units() -> bool:
-    """Return whether a CPU multiplies numbers in bf16 itself."""
+    """Return whether a CPU of x86 multiplies numbers in bf16 itself: there it is known to be faster than fp32."""
+    return _has("amx_bf16", "avx512_bf16")
+
+
+def _has(*names: str) -> bool:
+    """Return whether a CPU has any of these instructions, by torch's names."""
     capabilities: Any = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16"))
+    return any(capabilities.get(name) for name in names)
