@@ -64,6 +64,13 @@ def test_names_from_elsewhere_in_python_and_files(brimful: Brimful, files: Files
     assert did_you_mean("zzz", ["seed"]) is None
 
 
+def test_rows_of_a_device_are_not_those_of_a_step() -> None:
+    """A command that has both options is meant to tell them apart; others have the rows of a step alone."""
+    given = "per_device_train_batch_size"
+    assert did_you_mean(given, ["batch_size", "per_device_batch_size"]) == "did you mean per_device_batch_size?"
+    assert did_you_mean(given, ["--batch-size"]) == "did you mean --batch-size?"
+
+
 def test_numbers_that_make_sense(brimful: Brimful) -> None:
     words = ("train", "data.csv", "--model", "m", "--output", "o")
     assert "hint: as in --max-length 256" in brimful(*words, "--max-length", "abc").err

@@ -214,7 +214,8 @@ class Interrupted(KeyboardInterrupt):
 _ALSO_CALLED = {
     **dict.fromkeys(("lr", "rate"), "learning_rate"),
     **dict.fromkeys(("epochs", "epoch", "num_epochs", "n_epochs"), "num_train_epochs"),
-    **dict.fromkeys(("bs", "batch", "per_device_train_batch_size", "train_batch_size"), "batch_size"),
+    **dict.fromkeys(("bs", "batch", "per_device_batch_size", "train_batch_size"), "batch_size"),
+    "per_device_train_batch_size": "per_device_batch_size",
     **dict.fromkeys(("max_len", "max_seq_length", "max_seq_len", "seq_length", "length"), "max_length"),
     **dict.fromkeys(("dtype", "torch_dtype", "half", "amp", "mixed_precision"), "precision"),
     **dict.fromkeys(("output_dir", "out", "save", "out_dir", "predictions", "save_predictions"), "output"),
@@ -243,7 +244,8 @@ _ALSO_SET = {
     "torch_compile": ("execution", "compiled"),
 }
 
-#: Options of transformers' that have nothing to set here, by one that commands without it lack: what is done instead.
+#: Options of transformers' that have nothing to set here: an option of every command that the reason holds for, and the
+#: reason to leave it out.
 _ALWAYS_SO = {
     "auto_find_batch_size": ("batch_size", "where memory runs out, micro-batches get smaller by themselves"),
     "dataloader_num_workers": ("prefetch", "a thread makes batches ahead of the step"),
@@ -264,7 +266,10 @@ def did_you_mean(name: str, known: Sequence[str]) -> str | None:
         return f"did you mean {setting} {value}?" if setting.startswith("--") else f'did you mean {setting}="{value}"?'
     if bare in _ALWAYS_SO and _ALWAYS_SO[bare][0] in spelt:
         return f"leave it out: {_ALWAYS_SO[bare][1]}"
-    if (meant := spelt.get(_ALSO_CALLED.get(bare, ""))) is not None:
-        return f"did you mean {meant}?"
+    meant = _ALSO_CALLED.get(bare)
+    while meant is not None and meant not in spelt:
+        meant = _ALSO_CALLED.get(meant)
+    if meant is not None:
+        return f"did you mean {spelt[meant]}?"
     near = difflib.get_close_matches(bare, spelt, n=1, cutoff=0.7)
     return f"did you mean {spelt[near[0]]}?" if near else None
