@@ -19,7 +19,8 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class Session:
         self.call = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
         self.nvml = Nvml(wanted=gpu)
         self.host, self.commit = host_here(self.nvml.uuid), commit_here()
-        self._writing = threading.Lock()
+        self._writing, self._stopped = threading.Lock(), threading.Event()
         self._environment = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         if not gpu:
             self._environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -118,6 +119,17 @@ class Session:
             log.write(json.dumps(record) + "\n")
         return record
 
+    @contextlib.contextmanager
+    def lanes(self, number: int) -> Iterator[ThreadPoolExecutor]:
+        """Threads that wait for so many processes at a time. An interruption ends these, and begins no more."""
+        with ThreadPoolExecutor(number) as pool:
+            try:
+                yield pool
+            except BaseException:
+                self._stopped.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+
     def child(self, plan: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Runs one plan in a process of its own: its `found` rows, `wall_s`, `nvml_bytes`, `ok`; `error` with its last
         words if not, and whether it was `timed_out`. `nvml_bytes` is unknown where processes share the GPU."""
@@ -137,7 +149,7 @@ class Session:
                     time.sleep(_POLL_S)
                     if peak is not None:
                         peak = max(peak, self.nvml.used_bytes() or 0)
-                    if time.monotonic() - began > timeout_s:
+                    if time.monotonic() - began > timeout_s or self._stopped.is_set():
                         error, timed_out = f"not done after {timeout_s:.0f} s", True
                         break
             finally:  # its own group: loader workers and compilers end with it

@@ -15,7 +15,6 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +232,7 @@ def main() -> None:
         for model in wanted:
             print(f"{_expected_s(session, model):5.0f} s  {model}")
         return
-    with ThreadPoolExecutor(arguments.at_once) as lanes:
+    with session.lanes(arguments.at_once) as lanes:
         measured = lanes.map(lambda model: _measure(session, model), wanted)
         left = [model for model, was in zip(wanted, measured, strict=True) if not was]
     rows = results(session)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -186,10 +185,10 @@ def rows_at_once(session: Session, works: list[Work]) -> None:
     def measure_side(side: str, at_once: int) -> None:
         of_side = [work for work in works if side in work.sides]
         most = max((len(asked[work.name, side]) for work in of_side), default=0)
-        with ThreadPoolExecutor(at_once) as lanes:
+        with session.lanes(at_once) as lanes:
             done = [lanes.submit(measure_one, work, side, number) for number in range(most) for work in of_side]
-        for each in done:
-            each.result()
+            for each in done:
+                each.result()
 
     measure_side("brimful", 1)
     turns.begin(session.arguments.output.resolve())
@@ -221,7 +220,6 @@ def one(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> Iterator[d
     if plan["side"] == "limits":
         from chip import limits
 
-        turns.take()
         works = [Work.parse(name) for name in plan["work"]]
         make_inputs(inputs, works, tokenizer, smoke=plan["smoke"])
         yield limits(inputs, works, smoke=plan["smoke"])
