@@ -20,6 +20,7 @@ from brimful.kernels.layout import (
     pack_numbers,
     packed_inputs,
     padded_inputs,
+    tensors_of,
     unpack_numbers,
     with_groups,
 )
@@ -192,6 +193,7 @@ def test_map_reaches_every_tensor() -> None:
     row = packed_inputs(ids, shape, padding_id=PADDING, types=pair_types(ids), groups=True)
     copy = map_tensors(row, change)
     assert len(seen) == 5 + 3 + 2 * len(row.segments.groups)
+    assert all(one is other for one, other in zip(tensors_of(row), seen, strict=True))
     assert copy.segments.groups[0].index_RL is not row.segments.groups[0].index_RL
     assert (copy.num_tokens, copy.segments.max_length) == (50, 32)
     bare: Any = map_tensors(packed_inputs(ids, shape, padding_id=PADDING), change)

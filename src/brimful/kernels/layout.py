@@ -112,6 +112,8 @@ class PaddedInputs:
 
 Inputs = PackedInputs | PaddedInputs
 Layout = TypeVar("Layout")
+#: Layouts that may stand in one.
+_LAYOUTS = (Segments, Group, PackedInputs, PaddedInputs)
 
 
 def map_tensors(layout: Layout, change: Any) -> Layout:
@@ -124,7 +126,7 @@ def _map(value: Any, change: Any) -> Any:
         return change(value)
     if isinstance(value, tuple):
         return tuple(_map(item, change) for item in value)
-    return map_tensors(value, change) if isinstance(value, Segments | Group | PackedInputs | PaddedInputs) else value
+    return map_tensors(value, change) if isinstance(value, _LAYOUTS) else value
 
 
 def tensors_of(layout: Any) -> Iterator[Tensor]:
@@ -135,7 +137,7 @@ def tensors_of(layout: Any) -> Iterator[Tensor]:
         elif isinstance(value, tuple):
             for group in value:
                 yield from tensors_of(group)
-        elif isinstance(value, Segments):
+        elif isinstance(value, _LAYOUTS):
             yield from tensors_of(value)
 
 
