@@ -9,14 +9,13 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import io
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -172,7 +171,7 @@ def _run(name: str, words: list[str]) -> int:
 def _act(name: str, options: Any, place: Place) -> int:
     """Run a command that may load torch, in this process; return its exit code."""
     from brimful.core.phases import Phases, process_began
-    from brimful.engine.process_start import start_process
+    from brimful.engine.process_start import importing, start_process
     from brimful.reports.terminal import Quiet, Terminal
 
     phases = Phases(process_began())
@@ -188,7 +187,7 @@ def _act(name: str, options: Any, place: Place) -> int:
         if name == "evaluate" and options.data is None:
             return _evaluate_answers(options, terminal)
         processes = _gpu_processes(options, stack) if name in ("classify", "evaluate") and place.count == 1 else []
-        with _importing():
+        with importing():
             start_process(on_gpu=_starts_device(name, options))
             from brimful.cli.actions import act
 
@@ -237,9 +236,9 @@ def _follow(name: str, options: Any) -> int:
 
             tell_failure(find_place(), error)
         return _after_the_leader(error)
-    from brimful.engine.process_start import start_process
+    from brimful.engine.process_start import importing, start_process
 
-    with _importing():
+    with importing():
         start_process(on_gpu=False)  # this process's GPU is known later
         from brimful.api import run_classification, run_training
         from brimful.engine.evaluation.run import run_evaluation
@@ -369,18 +368,3 @@ def _starts_device(name: str, options: Any) -> bool:
 def _could_begin(options: Any) -> bool:
     """Return whether the files that a training names are where it says; its own checks say what is wrong."""
     return Path(options.data).exists() and (options.resume or not (Path(options.output) / "run.json").exists())
-
-
-@contextmanager
-def _importing() -> Iterator[None]:
-    """Import without the garbage collector, whose repeated passes over a million new objects take a fifth of the time.
-
-    The objects live until the process ends, so they stay frozen until then.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.freeze()
-        atexit.register(gc.unfreeze)

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
-from brimful.engine.process_start import start_process
+from brimful.engine.process_start import importing, start_process
 
 
 class GpuProcess:
@@ -56,8 +56,9 @@ def _main(descriptor: int) -> int:
     """Work for whoever holds the other end of a connection; return the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides, and its end is ours
-    start_process(on_gpu=True)
-    from brimful.engine.classification.gpu_worker import work
+    with importing():
+        start_process(on_gpu=True)
+        from brimful.engine.classification.gpu_worker import work
 
     return work(Connection(descriptor))
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import expit, softmax
 
 from brimful.core.records import LabelSpace
 from brimful.core.units import target_text
@@ -79,6 +78,8 @@ class MistakeFinder:
                 self._found.append((float(wrong_M[place]), int(rows_M[place]), tuple(p[place].item() for p in parts)))
 
     def _classes(self, rows_M: Any, logits_MC: Any, targets_M: Any) -> None:
+        from scipy.special import softmax  # a tenth of a second, of a start that may need none of it
+
         scores_MC, places = softmax(logits_MC, axis=1), np.arange(len(rows_M))
         of_truth_M, given_M = scores_MC[places, targets_M], scores_MC.argmax(axis=1)
         np.add.at(self._sure_C, targets_M, of_truth_M)
@@ -96,6 +97,8 @@ class MistakeFinder:
         )  # fmt: skip
 
     def _sets(self, rows_M: Any, logits_MC: Any, targets_MC: Any) -> None:
+        from scipy.special import expit
+
         scores_MC = expit(logits_MC)
         is_true_MC = targets_MC > 0.5
         self._sure_C += np.where(is_true_MC, scores_MC, 0.0).sum(axis=0)
