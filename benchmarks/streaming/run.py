@@ -144,7 +144,7 @@ def _classification(model: Path, settings: dict[str, Any], smoke: bool) -> dict[
     asked = {"device": "cpu" if smoke else "cuda", "precision": "fp32" if smoke else "bf16", "max_length": length}
     given, rates = {**settings}, []
     asked_limit = given.pop("memory_limit", None)
-    limit = device_memory(torch.device(asked["device"]), None if smoke else asked_limit, "default")
+    limit = device_memory(torch.device("cpu" if smoke else "cuda:0"), None if smoke else asked_limit, "default")
     with limit, brimful.Classifier(model, **asked, **given) as classifier:
         classifier(texts[: count // 4])
         for _ in range(2 if smoke else 5):
