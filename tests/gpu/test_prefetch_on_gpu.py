@@ -7,17 +7,18 @@ import torch
 from torch import Tensor
 
 from brimful.data.batches.batch import Batch
-from brimful.data.batches.prefetch import Feed
+from brimful.data.batches.prefetch import AHEAD, Feed
 from gpu.test_captured_on_gpu import GPU, source
 
 pytestmark = pytest.mark.gpu
 
 
-def test_places_hold_what_was_sent() -> None:
+@pytest.mark.parametrize("ahead", [0, AHEAD])
+def test_places_hold_what_was_sent(ahead: int) -> None:
     """Also where the feed before was left early."""
     batches, found = source(512), list[tuple[Batch, list[Tensor]]]()
     for leave in (7, 60):
-        with Feed(batches, GPU, stop=60) as feed:
+        with Feed(batches, GPU, stop=60, ahead=ahead) as feed:
             for count, batch in enumerate(feed, 1):
                 torch.cuda._sleep(2_000_000)  # about a millisecond, in which the next places are filled
                 found.append((batch, [memory.clone() for memory in batch.memories]))

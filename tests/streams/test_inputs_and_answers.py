@@ -36,12 +36,13 @@ class Growing:
             yield ROWS.batch((number * 4) % STEPS, packed=number % 2 == 0)
 
 
-def test_batches_come_ahead(gpu: PretendGpu) -> None:
+@pytest.mark.parametrize("ahead", [2, 0])
+def test_batches_come_ahead(gpu: PretendGpu, ahead: int) -> None:
     """Each is read on the current stream. A run that ends early is followed by another, which is given its memory."""
 
     def run(last: int) -> None:
         total = torch.zeros((), dtype=torch.int64, device=GPU)
-        with Feed(Growing(), GPU, stop=12, ahead=2) as feed:
+        with Feed(Growing(), GPU, stop=12, ahead=ahead) as feed:
             for number, batch in enumerate(feed):
                 for index in range(len(batch.micro_batches)):
                     micro = batch.arrived(index)

@@ -117,7 +117,7 @@ class TextClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         allocator: str = TrainOptions.allocator,
         memory_limit: str | None = TrainOptions.memory_limit,
         num_workers: int | None = TrainOptions.num_workers,
-        prefetch: int = TrainOptions.prefetch,
+        prefetch: int | None = TrainOptions.prefetch,
         trust_remote_code: bool = TrainOptions.trust_remote_code,
         allow_pickle: bool = TrainOptions.allow_pickle,
         random_state: Any = TrainOptions.seed,

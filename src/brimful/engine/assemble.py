@@ -17,7 +17,7 @@ from brimful.core.options.train import TrainOptions
 from brimful.core.phases import Phases
 from brimful.core.records import Learning, Recipe
 from brimful.data.batches.batch import Layout
-from brimful.data.batches.prefetch import Source
+from brimful.data.batches.prefetch import AHEAD, Source
 from brimful.data.batches.shares import shares_of
 from brimful.data.tokens.augment import Augmenter
 from brimful.engine.compilations import CompilationWatch
@@ -144,7 +144,8 @@ def build(
         loaded=prepared.facts,
         ranks=ranks,
     )
-    source, compilations = _source(options, prepared, assembled.layout, ranks), CompilationWatch(assembled.step)
+    source = _source(options, prepared, assembled.layout, ranks, captured=assembled.step.captures)
+    compilations = CompilationWatch(assembled.step)
     return Built(**vars(assembled), source=source, compilations=compilations)
 
 
@@ -231,7 +232,9 @@ def _parts(lengths_N: np.ndarray, ranks: Ranks) -> list[np.ndarray]:
     return [lengths_N[rows] for rows in shares_of(lengths_N, ranks.data_count) if len(rows)]
 
 
-def _source(options: TrainOptions, prepared: Prepared, layout: Layout, ranks: Ranks) -> Source:
+def _source(options: TrainOptions, prepared: Prepared, layout: Layout, ranks: Ranks, *, captured: bool) -> Source:
+    """Return the batches of a run. captured: whether its steps are replayed, which leaves the host time for the next
+    batch: a thread that makes it would take the interpreter's lock from the one that launches."""
     training, augmenter = prepared.training, None
     if options.transform is not None:
         augmenter = Augmenter(options.transform, prepared.encoder, seed=options.seed, num_workers=options.num_workers)
@@ -250,7 +253,7 @@ def _source(options: TrainOptions, prepared: Prepared, layout: Layout, ranks: Ra
         prepared.order,
         augmenter=augmenter,
         texts=texts,
-        ahead=options.prefetch,
+        ahead=options.prefetch or (0 if captured and augmenter is None else AHEAD),
         weights_N=training.examples.weights,
         part=(ranks.data_rank, ranks.data_count),
     )

@@ -20,7 +20,7 @@ from brimful.core.errors import DataError
 from brimful.core.records import LabelSpace
 from brimful.data.batches.batch import Batch, PackedLayout, Sampler
 from brimful.data.batches.packing import Budgets
-from brimful.data.batches.prefetch import Feed, Source
+from brimful.data.batches.prefetch import AHEAD, Feed, Source
 from brimful.data.tokens.augment import Augmenter
 from brimful.data.tokens.encoder import Encoder, tokenize
 from brimful.tasks.task import SingleLabel
@@ -97,12 +97,33 @@ def test_a_batch_has_the_rows_of_its_samples(source: Source) -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 12), (4, 5), (9, 23), (3, 3)])
-def test_all_batches_in_order(source: Source, start: int, stop: int) -> None:
-    with Feed(source, CPU, start=start, stop=stop) as feed:
+@pytest.mark.parametrize("ahead", [0, AHEAD])
+def test_all_batches_in_order(source: Source, start: int, stop: int, ahead: int) -> None:
+    with Feed(source, CPU, start=start, stop=stop, ahead=ahead) as feed:
         found = [describe(batch) for batch in feed]
     assert [number for number, *_ in found] == list(range(start, stop))
     assert found == [describe(batch) for batch in source.batches(start, stop)]
     assert feed.wait_s >= 0
+
+
+def test_none_ahead_is_made_when_it_is_asked_for(source: Source) -> None:
+    made = []
+
+    class Counted:
+        def batches(self, start: int, stop: int | None) -> Iterator[Batch]:
+            for batch in source.batches(start, stop):
+                made.append(batch.number)
+                yield batch
+
+    with Feed(Counted(), CPU, start=4, stop=9, ahead=0) as feed:
+        assert feed_threads() == []
+        for batch in feed:
+            assert made[-1] == batch.number
+        assert list(feed) == []
+    assert made == [4, 5, 6, 7, 8]
+    with Feed(Counted(), CPU, ahead=0) as feed:
+        assert [next(iter(feed)).number for _ in range(3)] == [0, 1, 2]
+    assert list(feed) == []
 
 
 def test_an_endless_feed_is_left_early(source: Source) -> None:
@@ -133,13 +154,14 @@ class _Failing(Source):
         return super()._batch(number, encoded)
 
 
-def test_an_error_of_the_thread_reaches_the_consumer_in_its_place(source: Source) -> None:
+@pytest.mark.parametrize("ahead", [0, AHEAD])
+def test_an_error_reaches_the_consumer_in_its_place(source: Source, ahead: int) -> None:
     failing = _Failing(source.tokens, TARGETS, TASK, LAYOUT, ORDER)
     seen = []
-    with pytest.raises(DataError, match="row 3 is bad") as caught, Feed(failing, CPU) as feed:
+    with pytest.raises(DataError, match="row 3 is bad") as caught, Feed(failing, CPU, ahead=ahead) as feed:
         seen.extend(batch.number for batch in feed)
     assert caught.value.hint == "mend it"
-    with Feed(failing, CPU) as feed:
+    with Feed(failing, CPU, ahead=ahead) as feed:
         stream = iter(feed)
         assert [next(stream).number for _ in range(3)] == [0, 1, 2]
 
@@ -167,6 +189,9 @@ def test_what_was_waited_for_is_counted(source: Source, monkeypatch: pytest.Monk
     with Feed(source, CPU, stop=3) as feed:
         assert len(list(feed)) == 3
     assert feed.wait_s == 0
+    with Feed(Slow(source.tokens, TARGETS, TASK, LAYOUT, ORDER), CPU, stop=3, ahead=0) as feed:
+        assert len(list(feed)) == 3
+    assert feed.wait_s == 1.5
 
 
 def test_a_finished_feed_stays_finished(source: Source) -> None:

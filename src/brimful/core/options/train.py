@@ -266,8 +266,9 @@ class TrainOptions:
     """Seconds in a step or a window of an evaluation, with several processes, after which one that does not get on is
     taken to hang and all are ended; ten of the slowest so far, where these take longer; ten times as long for a batch
     that goes through a --transform. Compiling and all other work have limits of their own."""
-    prefetch: int = 3
-    """Batches made and sent to the device ahead of the step. More help where a --transform takes uneven time."""
+    prefetch: int | None = None
+    """Batches that a thread makes and sends to the device ahead of the step. More help where a --transform takes uneven
+    time. Default: 3; none where steps are CUDA graphs, whose batches are made while the graphs before them run."""
 
     resume: bool = False
     """Resume from the newest complete checkpoint in the output folder, or start if there is none."""

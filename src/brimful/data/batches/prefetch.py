@@ -48,8 +48,9 @@ class Source:
     """Effective batches by number: samples, ids and targets put together, still on the host.
 
     texts: where a transform is given, what it is applied to: a function from sample indices to texts and pairs.
-    ahead: batches that will wait, staged, for the step; a transform works on twice as many. weights_N: of the samples.
-    part: (rank, count) of several processes, each of which has a share of the rows of each batch.
+    ahead: batches that will wait, staged, for the step, as `Feed` has them; a transform works on twice as many.
+    weights_N: of the samples. part: (rank, count) of several processes, each of which has a share of the rows of each
+    batch.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Source:
         part: tuple[int, int] = (0, 1),
     ) -> None:
         self.tokens, self.targets_N, self.task, self.layout, self.order = tokens, targets_N, task, layout, order
-        self.augmenter, self._texts, self._ahead, self.weights_N = augmenter, texts, ahead, weights_N
+        self.augmenter, self._texts, self.ahead, self.weights_N = augmenter, texts, ahead, weights_N
         self._part = part
 
     def close(self) -> None:
@@ -83,7 +84,7 @@ class Source:
                 yield self._batch(number, None)
             return
         futures = ((number, self._submit(self.augmenter, number)) for number in numbers)
-        waiting = deque(itertools.islice(futures, 2 * self._ahead + 1))
+        waiting = deque(itertools.islice(futures, 2 * self.ahead + 1))
         while waiting:
             number, future = waiting.popleft()
             with worker_errors():
@@ -135,12 +136,15 @@ _Staged = tuple[Batch, _Place | None, torch.cuda.Event | None]
 
 
 class Feed:
-    """Iterates over staged batches on the device. Use as a context manager: leaving it ends the thread.
+    """Iterates over batches on the device, made ahead in a thread. A context manager: leaving it ends the thread.
 
     A batch's tensors on a GPU are there for what is queued on the current stream until the next batch is asked for, or
     the iterator is dropped. One that the GPU has no room for comes as it is on the host: whoever runs it can make room.
 
-    ahead: batches that wait, staged. wait_s: seconds the consumer has waited for a batch that was not ready.
+    ahead: batches that wait, staged; 0 to make each when it is asked for, which pays where steps are in flight on a GPU
+    and the host has little else to do: two threads of Python take the interpreter's lock from one another. wait_s:
+    seconds that the consumer has waited for a batch that was not ready; with none ahead those in which the GPU, too,
+    had nothing left to do.
     """
 
     def __init__(
@@ -148,6 +152,7 @@ class Feed:
     ) -> None:
         self._source, self._device, self._range = source, device, (start, stop)
         self._ahead: Ahead[_Staged] | None = None
+        self._asked: Iterator[_Staged] | None = None  # made when they are asked for
         self._depth = ahead
         self._stream = stream_for("batches", device, priority=-1) if device.type == "cuda" else None
         self._places: queue.SimpleQueue[_Place] = queue.SimpleQueue()
@@ -157,28 +162,21 @@ class Feed:
         self.wait_s = 0.0
 
     def __enter__(self) -> Feed:
-        self._ahead = Ahead(self._staged(), self._depth, name="brimful-feed")
+        if self._depth:
+            self._ahead = Ahead(self._staged(), self._depth, name="brimful-feed")
+        else:
+            self._asked = self._staged()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._ahead is not None:
             self._ahead.close()
+        self._asked = None
         if self._stream is not None:  # what comes into the memory of places is copied after what still reads them
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def __iter__(self) -> Iterator[Batch]:
-        while self._ahead is not None and not self._ahead.ended.is_set():
-            began = time.perf_counter()
-            try:
-                item = self._ahead.take()
-            except BaseException:
-                self._ahead.ended.set()
-                raise
-            finally:
-                self.wait_s += time.perf_counter() - began
-            if item is None:
-                self._ahead.ended.set()
-                return
+        while (item := self._next()) is not None:
             batch, place, copied = item
             if place is None or copied is None:
                 yield batch
@@ -190,6 +188,26 @@ class Feed:
                 free = torch.cuda.Event()
                 free.record(torch.cuda.current_stream(self._device))
                 self._places.put(replace(place, free=free))
+
+    def _next(self) -> _Staged | None:
+        """Return the next batch once it is there, None at the end; count what the step waited for it."""
+        began = time.perf_counter()
+        if self._asked is not None:
+            try:
+                return next(self._asked, None)
+            finally:
+                if self._stream is None or torch.cuda.current_stream(self._device).query():
+                    self.wait_s += time.perf_counter() - began
+        if self._ahead is None or self._ahead.ended.is_set():
+            return None
+        item = None
+        try:
+            item = self._ahead.take()
+        finally:
+            self.wait_s += time.perf_counter() - began
+            if item is None:
+                self._ahead.ended.set()
+        return item
 
     def _staged(self) -> Iterator[_Staged]:
         for batch in self._source.batches(*self._range):

@@ -137,7 +137,7 @@ class TrainingLoop:
         self._ranks.tell(Order.BEGIN, self._state.consumed)
         if not self._ended():
             device, start, stop = self._built.step.device, self._state.consumed, self._prepared.num_batches
-            with Feed(source, device, start=start, stop=stop, ahead=self._options.prefetch) as feed:
+            with Feed(source, device, start=start, stop=stop, ahead=source.ahead) as feed:
                 try:
                     with self._interruptible():
                         self._train(feed)
