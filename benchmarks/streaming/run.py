@@ -14,6 +14,8 @@ import json
 import sys
 import time
 from argparse import Namespace
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,9 +55,14 @@ _DEPTH, _WIDTH, _LENGTH, _BATCH, _TEXTS = 96, 1024, 512, 32, 2048
 
 
 def make_model(folder: Path, smoke: bool) -> Path:
-    """The model with a tokenizer of one token a word; made once."""
-    if (folder / "config.json").exists():
-        return folder
+    """The model with a tokenizer of one token a word; made once, by a process whose memory no row is charged with."""
+    if not (folder / "config.json").exists():
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            process.submit(_make_model, folder, smoke).result()
+    return folder
+
+
+def _make_model(folder: Path, smoke: bool) -> None:
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForSequenceClassification, BertConfig, PreTrainedTokenizerFast
@@ -73,13 +80,16 @@ def make_model(folder: Path, smoke: bool) -> Path:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
-    return folder
+
+
+def _folder(inputs: Path, smoke: bool) -> Path:
+    return inputs / ("tiny" if smoke else "model")
 
 
 def measure(plan: dict[str, Any], inputs: Path) -> dict[str, Any]:
     """One row, in this process."""
     smoke = plan["smoke"]
-    model = make_model(inputs / ("tiny" if smoke else "model"), smoke)
+    model = _folder(inputs, smoke)
     link = None if smoke else link_bytes_per_s()
     found = (_training if plan["side"] == "training" else _classification)(model, plan["settings"], smoke)
     return with_peaks(found | {"link_bytes_per_s": link}, smoke)
@@ -196,6 +206,8 @@ def main(arguments: Namespace) -> None:
     if arguments.one:
         print_rows([measure(json.loads(arguments.one), arguments.inputs)])
         return
+    if not arguments.dry_run:
+        make_model(_folder(arguments.inputs, arguments.smoke), arguments.smoke)
     results = run_rows(arguments, __file__, ROWS, lambda row: 45.0)
     width = 32 if arguments.smoke else _WIDTH
     text = table(results, (4 if arguments.smoke else _DEPTH) * 12 * width * width)
