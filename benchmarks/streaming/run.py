@@ -134,7 +134,8 @@ def _training(model: Path, settings: dict[str, Any], smoke: bool) -> dict[str, A
     options = BenchOptions(model=str(model), shape=shape, batch_size=rows, device=device, memory_limit=limit)
     callbacks = Callbacks()
     work = make_work(options, callbacks, precision="fp32" if smoke else "bf16", **given)
-    steps = Steps(warm_up=1, block=1, repeats=2) if smoke else Steps(warm_up=4, block=4, repeats=5)
+    block = 1 if smoke else 2 if given.get("stream_weights") == "disk" else 4  # from a file each takes seconds
+    steps = Steps(warm_up=block, block=block, repeats=2 if smoke else 5)
     found = measure_ours(work, steps, callbacks, lambda number: None)
     levers = found.recipe.levers if found.recipe is not None else ()
     recipe = {lever.name: f"{lever.value}: {lever.reason}" for lever in levers}
