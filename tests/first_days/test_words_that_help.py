@@ -37,7 +37,7 @@ def test_names_from_elsewhere(brimful: Brimful, given: str, meant: str) -> None:
     ("given", "why"),
     [
         ("--auto_find_batch_size", "micro-batches get smaller by themselves"),
-        ("--dataloader-num-workers", "a thread makes batches ahead of the step"),
+        ("--dataloader-num-workers", "batches are made ahead of the step"),
         ("--group-by-length", "sequences are packed"),
         ("--per-device-eval-batch-size", "evaluation counts tokens"),
         ("--torch-empty-cache-steps", "is given back"),

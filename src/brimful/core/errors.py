@@ -248,7 +248,7 @@ _ALSO_SET = {
 #: reason to leave it out.
 _ALWAYS_SO = {
     "auto_find_batch_size": ("batch_size", "where memory runs out, micro-batches get smaller by themselves"),
-    "dataloader_num_workers": ("prefetch", "a thread makes batches ahead of the step"),
+    "dataloader_num_workers": ("prefetch", "batches are made ahead of the step"),
     "dataloader_pin_memory": ("prefetch", "host memory of batches is pinned on a GPU"),
     "group_by_length": ("packing", "sequences are packed, without padding"),
     "per_device_eval_batch_size": ("batch_size", "evaluation counts tokens, not rows"),

@@ -173,7 +173,7 @@ def _transform(options: TrainOptions, callbacks: Callbacks) -> Transform | None:
         return found
     if options.num_workers is not None:
         callbacks.warning(
-            "--num-workers has no effect without --transform: a thread makes batches ahead of the step (--prefetch)"
+            "--num-workers has no effect without --transform: batches are made ahead of the step (--prefetch)"
         )
     return None
 
