@@ -33,6 +33,7 @@ from brimful.models.packed.packed_forward import LayoutModel
 from brimful.models.packed.training_check import without_dropout
 from brimful.step.kept_buffers import buffers_of, put_back, state_buffers
 from brimful.step.precision import Precision
+from brimful.step.seeds import seed_of
 from brimful.step.state import StepState
 from brimful.step.updates.update import Update
 from brimful.tasks.task import Task
@@ -300,9 +301,9 @@ class Step:
         The process's own random streams and precision are as they were afterwards.
         """
         if self._masks_of != batch.number:
-            self._mask_seed.fill_(_mix(self.seed, batch.number))
+            self._mask_seed.fill_(seed_of(self.seed, batch.number))
             self._masks_of = batch.number
-        seed = _mix(self.seed, batch.number, index, self.ranks.data_rank)
+        seed = seed_of(self.seed, batch.number, index, self.ranks.data_rank)
         with self.precision.apply(), self._random.seeded(seed):
             yield
 
@@ -464,11 +465,6 @@ class Step:
             if together:
                 self.update.collect()
             self.update.release()
-
-
-def _mix(*words: int) -> int:
-    """One 63-bit seed of these numbers (Philox of numpy's seed sequence); zeros at their end count for nothing."""
-    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def make_schedule(name: str, learning_rate: float, num_steps: int, num_warmup_steps: int) -> Tensor:
