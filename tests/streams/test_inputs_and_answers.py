@@ -55,6 +55,13 @@ def test_batches_come_ahead(gpu: PretendGpu, ahead: int) -> None:
     run(12)
 
 
+def test_a_batch_that_is_asked_for_waits_for_no_place(gpu: PretendGpu) -> None:
+    with Feed(Growing(), GPU, stop=6, ahead=0) as feed:
+        held = [iter(feed) for _ in range(5)]
+        assert [next(each).number for each in held] == [batch.number for batch in Growing().batches(0, 5)]
+        assert all(next(each).memories for each in held[:1])
+
+
 def test_numbers_are_read_when_they_are_there(gpu: PretendGpu) -> None:
     rooms = [host_room((4,), torch.float32, GPU) for _ in range(2)]
     waiting: Any = None

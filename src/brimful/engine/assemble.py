@@ -144,8 +144,7 @@ def build(
         loaded=prepared.facts,
         ranks=ranks,
     )
-    source = _source(options, prepared, assembled.layout, ranks, captured=assembled.step.captures)
-    compilations = CompilationWatch(assembled.step)
+    source, compilations = _source(options, prepared, assembled.layout, ranks), CompilationWatch(assembled.step)
     return Built(**vars(assembled), source=source, compilations=compilations)
 
 
@@ -232,9 +231,7 @@ def _parts(lengths_N: np.ndarray, ranks: Ranks) -> list[np.ndarray]:
     return [lengths_N[rows] for rows in shares_of(lengths_N, ranks.data_count) if len(rows)]
 
 
-def _source(options: TrainOptions, prepared: Prepared, layout: Layout, ranks: Ranks, *, captured: bool) -> Source:
-    """Return the batches of a run. captured: whether its steps are replayed, which leaves the host time for the next
-    batch: a thread that makes it would take the interpreter's lock from the one that launches."""
+def _source(options: TrainOptions, prepared: Prepared, layout: Layout, ranks: Ranks) -> Source:
     training, augmenter = prepared.training, None
     if options.transform is not None:
         augmenter = Augmenter(options.transform, prepared.encoder, seed=options.seed, num_workers=options.num_workers)
@@ -253,7 +250,8 @@ def _source(options: TrainOptions, prepared: Prepared, layout: Layout, ranks: Ra
         prepared.order,
         augmenter=augmenter,
         texts=texts,
-        ahead=options.prefetch or (0 if captured and augmenter is None else AHEAD),
+        ahead=options.prefetch or AHEAD,
+        quick=options.prefetch is None and augmenter is None and ranks.count == 1,
         weights_N=training.examples.weights,
         part=(ranks.data_rank, ranks.data_count),
     )

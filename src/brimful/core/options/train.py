@@ -268,7 +268,7 @@ class TrainOptions:
     that goes through a --transform. Compiling and all other work have limits of their own."""
     prefetch: int | None = None
     """Batches that a thread makes and sends to the device ahead of the step. More help where a --transform takes uneven
-    time. Default: 3; none where steps are CUDA graphs, whose batches are made while the graphs before them run."""
+    time. Default: 3; none for CUDA graphs on one GPU without a --transform: batches are made between two launches."""
 
     resume: bool = False
     """Resume from the newest complete checkpoint in the output folder, or start if there is none."""

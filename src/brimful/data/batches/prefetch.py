@@ -48,9 +48,9 @@ class Source:
     """Effective batches by number: samples, ids and targets put together, still on the host.
 
     texts: where a transform is given, what it is applied to: a function from sample indices to texts and pairs.
-    ahead: batches that will wait, staged, for the step, as `Feed` has them; a transform works on twice as many.
-    weights_N: of the samples. part: (rank, count) of several processes, each of which has a share of the rows of each
-    batch.
+    ahead: batches that will wait, staged, for the step; a transform works on twice as many. quick: whether a step that
+    is replayed may make each itself. weights_N: of the samples. part: (rank, count) of several processes, each of which
+    has a share of the rows of each batch.
     """
 
     def __init__(
@@ -64,12 +64,17 @@ class Source:
         augmenter: Augmenter | None = None,
         texts: Callable[[np.ndarray], tuple[list[str], list[str] | None]] | None = None,
         ahead: int = AHEAD,
+        quick: bool = False,
         weights_N: np.ndarray | None = None,
         part: tuple[int, int] = (0, 1),
     ) -> None:
         self.tokens, self.targets_N, self.task, self.layout, self.order = tokens, targets_N, task, layout, order
         self.augmenter, self._texts, self.ahead, self.weights_N = augmenter, texts, ahead, weights_N
-        self._part = part
+        self._quick, self._part = quick, part
+
+    def depth(self, *, captured: bool) -> int:
+        """Return how many batches a `Feed` of these has ahead. captured: whether steps are replayed."""
+        return 0 if captured and self._quick else self.ahead
 
     def close(self) -> None:
         """Ends the processes of a transform."""
@@ -143,8 +148,8 @@ class Feed:
 
     ahead: batches that wait, staged; 0 to make each when it is asked for, which pays where steps are in flight on a GPU
     and the host has little else to do: two threads of Python take the interpreter's lock from one another. wait_s:
-    seconds that the consumer has waited for a batch that was not ready; with none ahead those in which the GPU, too,
-    had nothing left to do.
+    seconds that the consumer has waited for a batch that was not ready; with none ahead, at most: those of batches at
+    whose end the GPU had nothing left to do. made_s: seconds that the consumer's own thread has made batches.
     """
 
     def __init__(
@@ -159,7 +164,7 @@ class Feed:
         for _ in range(ahead + _MORE_PLACES):
             self._places.put(_Place())
         self._room = 0
-        self.wait_s = 0.0
+        self.wait_s = self.made_s = 0.0
 
     def __enter__(self) -> Feed:
         if self._depth:
@@ -193,11 +198,12 @@ class Feed:
         """Return the next batch once it is there, None at the end; count what the step waited for it."""
         began = time.perf_counter()
         if self._asked is not None:
-            try:
-                return next(self._asked, None)
-            finally:
-                if self._stream is None or torch.cuda.current_stream(self._device).query():
-                    self.wait_s += time.perf_counter() - began
+            made = next(self._asked, None)
+            seconds = time.perf_counter() - began
+            self.made_s += seconds
+            if self._stream is None or torch.cuda.current_stream(self._device).query():
+                self.wait_s += seconds
+            return made
         if self._ahead is None or self._ahead.ended.is_set():
             return None
         item = None
@@ -219,7 +225,9 @@ class Feed:
                 yield self._to_device(batch, place, self._stream) or (batch, None, None)
 
     def _next_place(self) -> _Place | None:
-        """None if the feed was left meanwhile."""
+        """None if the feed was left meanwhile. A batch that is asked for waits for none to be free."""
+        if not self._depth and self._places.empty():
+            return _Place()
         while self._ahead is None or not self._ahead.ended.is_set():
             try:
                 return self._places.get(timeout=POLL_S)

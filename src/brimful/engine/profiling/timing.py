@@ -62,21 +62,22 @@ def time_steps(built: Built, steps: int) -> Round:
 
     On a GPU, whose clock the host reads while steps are in flight, sums of the step before them count, too.
     """
-    marks, waited_s, traffic = _Marks(built.step.device), 0.0, built.step.ranks.pulse.traffic
+    marks, waited_s, made_s, traffic = _Marks(built.step.device), 0.0, 0.0, built.step.ranks.pulse.traffic
     launches_s: list[float] = []
     sent_s, blocked_s, counted = traffic.sent_s, traffic.blocked_s, steps + 1
-    with Feed(built.source, built.step.device, stop=steps + 1, ahead=built.source.ahead) as feed:
+    ahead = built.source.depth(captured=built.step.captures)
+    with Feed(built.source, built.step.device, stop=steps + 1, ahead=ahead) as feed:
         for seconds in _launches(built, feed):
             marks.set()
             if not launches_s and built.step.device.type != "cuda":
                 sent_s, blocked_s, counted = traffic.sent_s, traffic.blocked_s, steps
             launches_s.append(seconds)
-            waited_s = waited_s or feed.wait_s
+            waited_s, made_s = waited_s or feed.wait_s, made_s or feed.made_s
         intervals = marks.intervals()
     input_wait_s = max(0.0, feed.wait_s - waited_s) / steps
     return Round(
         seconds=intervals,
-        host_s=sum(launches_s[1:]) / steps,
+        host_s=(sum(launches_s[1:]) + feed.made_s - made_s) / steps,
         input_wait_s=input_wait_s,
         sent_s=(traffic.sent_s - sent_s) / counted,
         blocked_s=(traffic.blocked_s - blocked_s) / counted,
@@ -86,8 +87,8 @@ def time_steps(built: Built, steps: int) -> Round:
 def run_steps(built: Built, numbers: range) -> float:
     """Runs the steps of these batches; seconds from the first batch's being there to the device's end."""
     device, began = built.step.device, 0.0
-    source = built.source
-    with Feed(source, device, start=numbers.start, stop=numbers.stop, ahead=source.ahead) as feed:
+    ahead = built.source.depth(captured=built.step.captures)
+    with Feed(built.source, device, start=numbers.start, stop=numbers.stop, ahead=ahead) as feed:
         for seconds in _launches(built, feed):
             began = began or time.perf_counter() - seconds
     if device.type == "cuda":

@@ -8,6 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from brimful.models.hub.put_off import found_by_name
+
 
 def import_model_names() -> None:
     """Import transformers, without torch, and its package of models.
@@ -15,7 +17,8 @@ def import_model_names() -> None:
     Importing either reads the source of every model, 1,600 files, for the names in it: 0.3 to 0.5 s each. The package
     of models is given what was found for the whole. Where transformers is another than expected, it finds them itself.
     """
-    transformers: Any = import_module("transformers")
+    with found_by_name():
+        transformers: Any = import_module("transformers")
     structures: Any = import_module("transformers.utils.import_utils")
     if "transformers.models" in sys.modules:
         return

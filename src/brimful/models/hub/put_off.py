@@ -1,68 +1,50 @@
 """Imports that transformers makes and a text classifier has no use for, put off until somebody calls what they bring.
 
 transformers 5.17 imports scikit-learn for one function of assisted generation and scipy's optimizers for losses of
-object detection, and reads the list of files of every package that is installed: two seconds of a start of six
+object detection, and reads the list of files of every package that is installed: a quarter of a start
 (benchmarks/startup). Later versions put off the first and the last themselves.
 """
 
 from __future__ import annotations
 
+import builtins
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 #: By module: the functions that transformers takes from it as it is imported.
-_FUNCTIONS = {"sklearn.metrics": ("roc_curve",), "scipy.optimize": ("linear_sum_assignment",)}
+_FUNCTIONS = {"sklearn.metrics": {"roc_curve"}, "scipy.optimize": {"linear_sum_assignment"}}
 #: Packages that several distributions bring.
 _SHARED = frozenset({"flash_attn", "flash_attn_interface"})
 
 
 @contextmanager
 def put_off() -> Iterator[None]:
-    """Within, stand-ins are imported for these functions, and packages are looked up by name.
+    """Within, what transformers' modules import of these functions is a stand-in, which imports the function when it is
+    called. Every other import, whoever makes it, is the plain one."""
+    plain = builtins.__import__
 
-    A stand-in imports the function when it is called. Afterwards every import is the plain one again.
-    """
-    stand_ins = [_Module(name) for name in _FUNCTIONS if name not in sys.modules and _is_installed(name)]
-    plain = importlib.metadata.packages_distributions
+    def import_or_put_off(
+        name: str, globals: Mapping[str, Any] | None = None, locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] | None = (), level: int = 0,
+    ) -> Any:  # fmt: skip
+        wanted = _FUNCTIONS.get(name)
+        if wanted is None or level or not fromlist or not wanted.issuperset(fromlist) or name in sys.modules:
+            return plain(name, globals, locals, fromlist, level)
+        if not str((globals or {}).get("__name__")).startswith("transformers."):
+            return plain(name, globals, locals, fromlist, level)
+        return SimpleNamespace(**{function: _later(name, function) for function in fromlist})
+
+    builtins.__import__ = import_or_put_off
     try:
-        sys.modules.update({module.__name__: module for module in stand_ins})
-        importlib.metadata.packages_distributions = lambda: _Distributions(plain)
         yield
     finally:
-        importlib.metadata.packages_distributions = plain
-        for module in stand_ins:
-            module.make_way()
-
-
-def _is_installed(name: str) -> bool:
-    return find_spec(name.partition(".")[0]) is not None
-
-
-class _Module(ModuleType):
-    """A stand-in for a module with stand-ins for the functions asked of it; with any other name the module itself."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        for function in _FUNCTIONS[name]:
-            setattr(self, function, _later(name, function))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked by the import system, of what a module may lack
-            raise AttributeError(name)
-        self.make_way()
-        return getattr(import_module(self.__name__), name)
-
-    def make_way(self) -> None:
-        """Let the next import find the module itself."""
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
+        builtins.__import__ = plain
 
 
 def _later(module: str, name: str) -> Callable[..., Any]:
@@ -70,6 +52,17 @@ def _later(module: str, name: str) -> Callable[..., Any]:
         return getattr(import_module(module), name)(*args, **kwargs)
 
     return stand_in
+
+
+@contextmanager
+def found_by_name() -> Iterator[None]:
+    """Within, `importlib.metadata.packages_distributions` reads no package's files before a name needs them."""
+    plain = importlib.metadata.packages_distributions
+    importlib.metadata.packages_distributions = lambda: _Distributions(plain)
+    try:
+        yield
+    finally:
+        importlib.metadata.packages_distributions = plain
 
 
 class _Distributions(Mapping[str, list[str]]):
@@ -86,7 +79,7 @@ class _Distributions(Mapping[str, list[str]]):
         return self._find_all()
 
     def __getitem__(self, package: str) -> list[str]:
-        if package not in _SHARED and "_all" not in vars(self):
+        if package.isidentifier() and package not in _SHARED and "_all" not in vars(self):
             with suppress(importlib.metadata.PackageNotFoundError):
                 return [importlib.metadata.distribution(package).metadata["Name"]]
         return self._all[package]
