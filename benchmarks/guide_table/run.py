@@ -5,6 +5,7 @@
 BERT-large with random weights, 512 sequences of 512 random tokens, effective batch 4, as in the guide. Finished rows
 are not measured again: call it until none is left. Needs one NVIDIA GPU and nothing from a network; 8-bit Adam needs
 bitsandbytes. --rows lean: ours in the least memory, beside Trainer's plain row; a later call without it adds the rest.
+--warmup-steps 12 --steps 6: Trainer's nine rows and as many of ours in one call of ten minutes.
 --smoke: a tiny model on a CPU.
 """
 
@@ -38,9 +39,11 @@ def _classifier(config: Any) -> Any:
     return AutoModelForSequenceClassification.from_config(config)
 
 
-def command_of(model: Path, output: Path, rows: str, budget_s: float, *, smoke: bool) -> list[str]:
-    """The command that measures the rows, with the steps of this benchmark."""
-    steps = {"shape": "512x512", "warmup-steps": 24, "repeats": 5, "steps": 20}
+def command_of(
+    model: Path, output: Path, rows: str, budget_s: float, *, warm_up: int, block: int, smoke: bool
+) -> list[str]:
+    """The command that measures the rows. warm_up, block: steps of each."""
+    steps = {"shape": "512x512", "warmup-steps": warm_up, "repeats": 5, "steps": block}
     if smoke:
         steps = {"shape": "16x16", "warmup-steps": 2, "repeats": 2, "steps": 1, "device": "cpu"}
     asked = {"rows": rows, "batch-size": 4, "budget-s": budget_s, "output": output, **steps}
@@ -78,12 +81,15 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder of the bench")
     parser.add_argument("--rows", default="guide", help="as of brimful bench: lean for ours in the least memory alone")
     parser.add_argument("--budget-s", type=float, default=0.0, help="seconds for this call; 0: no limit")
+    parser.add_argument("--warmup-steps", type=int, default=24, help="steps that are not timed; default: 24")
+    parser.add_argument("--steps", type=int, default=20, help="of each of five blocks; default: 20")
     parser.add_argument("--inputs", type=Path, help="folder for the model; default: in the temporary folder")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes on a CPU, to test this script")
     asked = parser.parse_args()
     inputs = asked.inputs or Path(tempfile.gettempdir()) / "brimful-benchmark-guide-table"
     model = model_folder(inputs, smoke=asked.smoke)
-    code = subprocess.call(command_of(model, asked.output, asked.rows, asked.budget_s, smoke=asked.smoke))
+    steps = {"warm_up": asked.warmup_steps, "block": asked.steps}
+    code = subprocess.call(command_of(model, asked.output, asked.rows, asked.budget_s, **steps, smoke=asked.smoke))
     if (asked.output / "results.json").exists():
         found = flat(json.loads((asked.output / "results.json").read_text("utf-8")))
         (asked.output / "flat.json").write_text(json.dumps(found, indent=1), "utf-8")
