@@ -117,8 +117,8 @@ def _run(
     step, marks, cpu_marks, graphs, computed = built.step, list[float](), list[float](), list[int](), list[int]()
     flying: deque[Any] = deque()
     waited_s = 0.0
-    total, ahead = warm_up + rounds * steps, built.source.depth(captured=step.captures)
-    with closing(built.source) as source, Feed(source, step.device, stop=total, ahead=ahead) as feed:
+    total = warm_up + rounds * steps
+    with closing(built.source) as source, Feed(source, step.device, stop=total, ahead=built.ahead) as feed:
         for number, batch in enumerate(feed, 1):
             if number == max(1, warm_up - 10):  # most is compiled by then
                 turns.take()

@@ -89,8 +89,7 @@ def _run(built: Built, steps: Steps, callbacks: Callbacks, told: Callable[[int],
             blocks.first_step_at = time.perf_counter()
         told(len(losses))
 
-    ahead = built.source.depth(captured=built.step.captures)
-    with closing(built.source) as source, Feed(source, device, stop=steps.total, ahead=ahead) as feed:
+    with closing(built.source) as source, Feed(source, device, stop=steps.total, ahead=built.ahead) as feed:
         for number, batch in enumerate(feed, 1):
             flying.append(fitted.run(batch))
             if number > steps.warm_up:

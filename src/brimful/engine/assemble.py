@@ -106,6 +106,13 @@ class Built(Assembled):
     source: Source
     compilations: CompilationWatch
 
+    @property
+    def ahead(self) -> int:
+        """Batches that a thread makes ahead of the step. None where one process replays steps: it has time to make each
+        itself, and a thread would take Python's lock from it."""
+        is_idle = self.step.captures and self.step.ranks.count == 1
+        return 0 if is_idle and self.source.quick else self.source.ahead
+
 
 def build(
     options: TrainOptions, prepared: Prepared, precision: Precision, callbacks: Callbacks, phases: Phases | None = None,
@@ -251,7 +258,7 @@ def _source(options: TrainOptions, prepared: Prepared, layout: Layout, ranks: Ra
         augmenter=augmenter,
         texts=texts,
         ahead=options.prefetch or AHEAD,
-        quick=options.prefetch is None and augmenter is None and ranks.count == 1,
+        quick=options.prefetch is None and augmenter is None,
         weights_N=training.examples.weights,
         part=(ranks.data_rank, ranks.data_count),
     )

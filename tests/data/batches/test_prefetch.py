@@ -127,13 +127,6 @@ def test_none_ahead_is_made_when_it_is_asked_for(source: Source) -> None:
     assert list(feed) == []
 
 
-@pytest.mark.parametrize(("given", "depth"), [({"quick": True}, 0), ({}, AHEAD), ({"ahead": 5}, 5)])
-def test_replayed_steps_make_quick_batches_themselves(source: Source, given: dict[str, Any], depth: int) -> None:
-    made = Source(source.tokens, TARGETS, TASK, LAYOUT, ORDER, **given)
-    assert made.depth(captured=True) == depth
-    assert made.depth(captured=False) == (depth or AHEAD)
-
-
 def test_an_endless_feed_is_left_early(source: Source) -> None:
     with Feed(source, CPU, start=2) as feed:
         assert [next(iter(feed)).number for _ in range(4)] == [2, 3, 4, 5]

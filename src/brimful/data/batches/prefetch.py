@@ -48,9 +48,9 @@ class Source:
     """Effective batches by number: samples, ids and targets put together, still on the host.
 
     texts: where a transform is given, what it is applied to: a function from sample indices to texts and pairs.
-    ahead: batches that will wait, staged, for the step; a transform works on twice as many. quick: whether a step that
-    is replayed may make each itself. weights_N: of the samples. part: (rank, count) of several processes, each of which
-    has a share of the rows of each batch.
+    ahead: batches that will wait, staged, for the step; a transform works on twice as many. quick: whether they are
+    made so fast that none need be ahead of steps that are replayed. weights_N: of the samples. part: (rank, count) of
+    several processes, each of which has a share of the rows of each batch.
     """
 
     def __init__(
@@ -70,11 +70,7 @@ class Source:
     ) -> None:
         self.tokens, self.targets_N, self.task, self.layout, self.order = tokens, targets_N, task, layout, order
         self.augmenter, self._texts, self.ahead, self.weights_N = augmenter, texts, ahead, weights_N
-        self._quick, self._part = quick, part
-
-    def depth(self, *, captured: bool) -> int:
-        """Return how many batches a `Feed` of these has ahead. captured: whether steps are replayed."""
-        return 0 if captured and self._quick else self.ahead
+        self.quick, self._part = quick, part
 
     def close(self) -> None:
         """Ends the processes of a transform."""

@@ -65,8 +65,7 @@ def time_steps(built: Built, steps: int) -> Round:
     marks, waited_s, made_s, traffic = _Marks(built.step.device), 0.0, 0.0, built.step.ranks.pulse.traffic
     launches_s: list[float] = []
     sent_s, blocked_s, counted = traffic.sent_s, traffic.blocked_s, steps + 1
-    ahead = built.source.depth(captured=built.step.captures)
-    with Feed(built.source, built.step.device, stop=steps + 1, ahead=ahead) as feed:
+    with Feed(built.source, built.step.device, stop=steps + 1, ahead=built.ahead) as feed:
         for seconds in _launches(built, feed):
             marks.set()
             if not launches_s and built.step.device.type != "cuda":
@@ -87,8 +86,8 @@ def time_steps(built: Built, steps: int) -> Round:
 def run_steps(built: Built, numbers: range) -> float:
     """Runs the steps of these batches; seconds from the first batch's being there to the device's end."""
     device, began = built.step.device, 0.0
-    ahead = built.source.depth(captured=built.step.captures)
-    with Feed(built.source, device, start=numbers.start, stop=numbers.stop, ahead=ahead) as feed:
+    start, stop = numbers.start, numbers.stop
+    with Feed(built.source, device, start=start, stop=stop, ahead=built.ahead) as feed:
         for seconds in _launches(built, feed):
             began = began or time.perf_counter() - seconds
     if device.type == "cuda":

@@ -99,8 +99,7 @@ class _Follower:
     def _work(self) -> None:
         if self._obey() == Order.BEGIN:
             device, start, stop = self._built.step.device, self._begun_at, self._prepared.num_batches
-            source = self._built.source
-            with Feed(source, device, start=start, stop=stop, ahead=source.ahead) as feed:
+            with Feed(self._built.source, device, start=start, stop=stop, ahead=self._built.ahead) as feed:
                 self._batches = iter(feed)
                 self._obey()
         if not self._built.step.update.gathers_weights:

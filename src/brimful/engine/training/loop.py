@@ -136,9 +136,8 @@ class TrainingLoop:
         self._do_what_is_due()  # a signal to stop may have come before it was done
         self._ranks.tell(Order.BEGIN, self._state.consumed)
         if not self._ended():
-            step, start, stop = self._built.step, self._state.consumed, self._prepared.num_batches
-            ahead = source.depth(captured=step.captures)
-            with Feed(source, step.device, start=start, stop=stop, ahead=ahead) as feed:
+            device, start, stop = self._built.step.device, self._state.consumed, self._prepared.num_batches
+            with Feed(source, device, start=start, stop=stop, ahead=self._built.ahead) as feed:
                 try:
                     with self._interruptible():
                         self._train(feed)
