@@ -20,6 +20,11 @@ def begin(folder: Path) -> None:
     os.environ[_VARIABLE] = str(folder / "turns")
 
 
+def end() -> None:
+    """Have processes that are started from now on run as they come."""
+    os.environ.pop(_VARIABLE, None)
+
+
 def shared() -> bool:
     """True if this process takes turns with others."""
     return bool(os.environ.get(_VARIABLE))

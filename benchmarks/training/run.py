@@ -3,7 +3,8 @@
     python benchmarks/training/run.py --output OUTPUT --tokenizer FOLDER --budget-s 580
 
 Needs one NVIDIA GPU and nothing from a network. Each side of a row is a process of its own, one after the other in one
-call; what is in the raw log is not measured again, so call it until no row is left. README.md says how to read it.
+call; what is in the raw log is not measured again, so call it until no row is left. With --at-once, sweeps of several
+rows share the GPU by turns; what they found fastest is measured alone. README.md says how to read it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _COMPILED_LONG_WARM_UP = 120
 #: Seconds that a trial is expected to take by mode of compilation, and the most that it may.
 _EXPECTED_TRIAL_S = {None: 10.0, "default": 45.0, "reduce-overhead": 60.0, "max-autotune": 100.0}
 _MOST_TRIAL_S = {None: 60.0, "default": 120.0, "reduce-overhead": 150.0, "max-autotune": 200.0}
+#: How much longer a trial may take where others compile beside it.
+_SHARED_FACTOR = 2.0
 #: Seconds that a measurement is expected to take, before the raw log knows better.
 _EXPECTED_S = {"limits": 45.0, "hf": 60.0, "brimful": 30.0}
 _EXPECTED_MORE_S = {"large": 15.0, "modernbert": 15.0}
@@ -64,8 +67,12 @@ def next_trials(session: Session, work: Work) -> list[Settings]:
     wanted = trainer_settings.next_trials(tried, base, flash=flash, batches=work.batches)
     if session.arguments.smoke:
         return [each for each in wanted if each["compile"] is None][:3]
-    spent_s = sum(r["wall_s"] for r in tried)
-    return wanted if spent_s < session.arguments.sweep_s else []
+    return wanted if _swept_s(session, work) < session.arguments.sweep_s else []
+
+
+def _swept_s(session: Session, work: Work) -> float:
+    """Seconds that the trials of a row took so far."""
+    return float(sum(r["wall_s"] for r in trials(session, work)))
 
 
 def sweep(session: Session, work: Work) -> bool:
@@ -87,18 +94,19 @@ def sweep(session: Session, work: Work) -> bool:
 
 
 def _try(session: Session, work: Work, wanted: list[Settings]) -> None:
-    """Trials of one process into the raw log. One that ends the process is recorded as failed."""
-    while wanted:
+    """Trials into the raw log, as long as the sweep may take. One that ends its process is recorded as failed."""
+    while wanted and _swept_s(session, work) < session.arguments.sweep_s:
         say(f"{work.name}: Trainer with {'; '.join(trainer_settings.changed(each) for each in wanted)}")
-        # Those of one kind share a process: its compiler's settings and its time limit are theirs.
+        # Those that are not compiled share a process, for which the others are too long: a limit may fall between them.
         kind = wanted[0]["compile"]
-        alike = [each for each in wanted if each["compile"] == kind]
-        wanted = [each for each in wanted if each["compile"] != kind]
+        alike = [each for each in wanted if each["compile"] is None] if kind is None else wanted[:1]
+        wanted = [each for each in wanted if each not in alike]
         warm_up = 2 if session.arguments.smoke else _COMPILED_WARM_UP if kind else _WARM_UP
         plan = {"work": work.name, "side": "hf", "settings": alike, "smoke": session.arguments.smoke}
         plan |= {"warm_up": warm_up, "steps": 10, "rounds": 1}
         plan |= {"trial_s": 0.1 if session.arguments.smoke else _TRIAL_S}
-        result = session.child(plan, len(alike) * _MOST_TRIAL_S[kind])
+        most_s = _MOST_TRIAL_S[kind] * (_SHARED_FACTOR if turns.shared() else 1.0)
+        result = session.child(plan, len(alike) * most_s)
         found = result["found"]
         for each in found:
             seconds = sum(r["seconds"] for r in each.get("rounds", ())) + each.get("warm_up_s", 0.0)
@@ -195,6 +203,16 @@ def rows_at_once(session: Session, works: list[Work]) -> None:
     measure_side("hf", session.arguments.at_once)
 
 
+def sweeps_at_once(session: Session, works: list[Work]) -> None:
+    """Sweeps the rows by several processes that share the GPU by turns, each sweep in its own order."""
+    swept = {work.for_trainer: work for work in works}
+    turns.begin(session.arguments.output.resolve())
+    with session.lanes(session.arguments.at_once) as lanes:
+        for each in [lanes.submit(sweep, session, work) for work in swept.values()]:
+            each.result()
+    turns.end()
+
+
 def measure(session: Session, work: Work, side: str, settings: Settings, all_asked: list[Settings]) -> dict[str, Any]:
     """One setting of a side of a row into the raw log. all_asked: those of this side that the row is made of."""
     plan = steps_of(session, work, side) | {"work": work.name, "side": side, "settings": [settings]}
@@ -248,7 +266,7 @@ def dry_run(session: Session, works: list[Work]) -> None:
     print(f"{total:5.0f} s  limits of the machine, and files for both sides")
     for work in works:
         if next_trials(session, work):
-            seconds = max(0.0, session.arguments.sweep_s - sum(r["wall_s"] for r in trials(session, work)))
+            seconds = max(0.0, session.arguments.sweep_s - _swept_s(session, work))
             total += seconds
             print(f"{seconds:5.0f} s  {work.name}: Trainer's settings, at most")
         for side in work.sides:
@@ -264,10 +282,8 @@ def main() -> None:
     parser.add_argument("--execution", default="compiled", help="how brimful launches steps: its own option")
     parser.add_argument("--no-sweep", action="store_true", help="Trainer in the two forms that a sweep begins with")
     parser.add_argument("--sweep-s", type=float, default=300.0, help="most seconds of a row's trials; default: 300")
-    parser.add_argument("--at-once", type=int, default=1, help="Trainer's processes that share the GPU by turns")
+    parser.add_argument("--at-once", type=int, default=1, help="rows whose Trainer shares the GPU by turns")
     arguments = parser.parse_args()
-    if arguments.at_once > 1 and not arguments.no_sweep:
-        parser.error("--at-once needs --no-sweep: a sweep goes on from what it found")
     arguments.inputs = arguments.inputs or default_inputs("training", smoke=arguments.smoke)
     if arguments.one:
         print_rows(one(json.loads(arguments.one), arguments.inputs, arguments.tokenizer))
@@ -299,15 +315,14 @@ def run(session: Session, works: list[Work]) -> list[str]:
     session.add(kind="limits", work=names[0], limits=found[0] if found else None, **result)
     if not result["ok"]:
         sys.exit(f"the limits of this machine could not be measured: {result['error']}")
-    several = session.arguments.at_once > 1
-    if several:
-        rows_at_once(session, works)
+    if session.arguments.at_once > 1:
+        (rows_at_once if session.arguments.no_sweep else sweeps_at_once)(session, works)
+    by_turns = session.arguments.at_once > 1 and session.arguments.no_sweep
     left = []
     for work in works:
-        if several:
-            left += [] if complete(session, work) else [work.name]
-        elif not (sweep(session, work) and row(session, work) and complete(session, work)):
-            left.append(work.name)
+        if not by_turns and sweep(session, work):
+            row(session, work)
+        left += [] if complete(session, work) else [work.name]
         write_report(session)
     return left
 
