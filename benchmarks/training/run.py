@@ -141,7 +141,7 @@ def settings_of(session: Session, work: Work, side: str) -> list[Settings]:
         base = base_of(session, work)
         likeliest = trainer_settings.likeliest(base, short=work.texts == "tweets")
         return [base] if session.arguments.smoke else likeliest
-    return trainer_settings.fastest(trials(session, work))
+    return trainer_settings.fastest(trials(session, work), session.arguments.keep)
 
 
 def complete(session: Session, work: Work) -> bool:
@@ -270,7 +270,7 @@ def dry_run(session: Session, works: list[Work]) -> None:
             total += seconds
             print(f"{seconds:5.0f} s  {work.name}: Trainer's settings, at most")
         for side in work.sides:
-            number = len(settings_of(session, work, side)) or trainer_settings.KEPT
+            number = len(settings_of(session, work, side)) or session.arguments.keep
             seconds = number * expected_s(session, "row", work, side)
             total += seconds
             print(f"{seconds:5.0f} s  {work.name}: {side}")
@@ -282,6 +282,9 @@ def main() -> None:
     parser.add_argument("--execution", default="compiled", help="how brimful launches steps: its own option")
     parser.add_argument("--no-sweep", action="store_true", help="Trainer in the two forms that a sweep begins with")
     parser.add_argument("--sweep-s", type=float, default=300.0, help="most seconds of a row's trials; default: 300")
+    parser.add_argument(
+        "--keep", type=int, default=trainer_settings.KEPT, help="settings of a sweep measured at length"
+    )
     parser.add_argument("--at-once", type=int, default=1, help="rows whose Trainer shares the GPU by turns")
     arguments = parser.parse_args()
     arguments.inputs = arguments.inputs or default_inputs("training", smoke=arguments.smoke)
