@@ -15,7 +15,18 @@ from brimful.models.packed import packed_forward
 from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.packed_forward import PaddedModel
 from models.packed.test_host_decisions import rows_of, without_dropout
-from models.packed.test_host_reads import SMALL, choice, columns, gaps, gaps_of_a_tensor, longformer, number, t5, table
+from models.packed.test_host_reads import (
+    SMALL,
+    choice,
+    columns,
+    gaps,
+    gaps_of_a_tensor,
+    listed,
+    longformer,
+    number,
+    t5,
+    table,
+)
 from pretend_device import OnDevice, PretendDevice, register, to_pretend
 from tiny import FAMILIES
 
@@ -46,7 +57,7 @@ def mvp() -> Any:
     return transformers.MvpForSequenceClassification(config)
 
 
-COPYING = (number, table, columns, choice, gaps, gaps_of_a_tensor)
+COPYING = (number, table, columns, choice, gaps, gaps_of_a_tensor, listed)
 MODELS: dict[str, Callable[[], Any]] = {
     "t5": t5,
     "longformer": longformer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -24,7 +25,7 @@ from brimful.models.model_stats import layer_lists
 from brimful.models.packed import packed_forward
 from brimful.models.packed.host_decisions import HostDecisions, HostNeededError
 from brimful.models.packed.packed_forward import PaddedModel
-from models.packed.test_host_reads import SMALL, longformer, t5
+from models.packed.test_host_reads import SMALL, ibert, longformer, t5
 
 END = 2
 TESTS = Path(__file__).parents[2]
@@ -79,6 +80,35 @@ def test_a_batch_with_other_decisions_has_no_logits(capturing: Callable[[bool], 
     capturing(True)
     assert decided(rows_of([40, 5, 17], 1, ends=2)).logits.isnan().all()
     assert decided(rows_of([12, 5, 40], 1)).logits.isfinite().all()
+
+
+def test_a_captured_pass_writes_buffers_where_they_are_and_only_if_its_decisions_hold(
+    capturing: Callable[[bool], None],
+) -> None:
+    model = without_dropout(ibert())
+    decided, plain = PaddedModel(model), PaddedModel(without_dropout(copy.deepcopy(model)))
+    decided.decisions = HostDecisions()
+    first = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+    one, other = rows_of([40, 5, 17], 0), rows_of([9, 33, 31], 1)
+    capturing(False)
+    decided(one)
+    capturing(True)
+    for name, buffer in model.named_buffers():
+        assert buffer is first[name][0]
+        first[name] = (buffer, buffer.clone())
+    assert decided(other).logits.isnan().all()  # ranges are not what they are before a first batch
+    assert all(torch.equal(buffer, first[name][1]) for name, buffer in model.named_buffers())
+    capturing(False)
+    decided.decisions.forget()
+    decided(other)
+    capturing(True)
+    assert decided(one).logits.isfinite().all()
+    for each in (one, other, one):
+        plain(each)
+    expected = dict(plain.model.named_buffers())
+    for name, buffer in model.named_buffers():
+        assert buffer is first[name][0]
+        torch.testing.assert_close(buffer, expected[name])
 
 
 def test_a_shape_without_recorded_decisions_is_refused(capturing: Callable[[bool], None]) -> None:
@@ -138,7 +168,7 @@ def test_captured_passes_need_nothing_of_the_host() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 10
+    assert len(found) == 11
     for name, (refused, logits, gradient) in found.items():
         assert refused, name
         assert max(logits, gradient) < 1e-5, name

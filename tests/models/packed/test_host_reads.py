@@ -104,8 +104,13 @@ def gaps_of_a_tensor(states: Tensor) -> Tensor:
     return states
 
 
+def listed(states: Tensor) -> Tensor:
+    """Reads a list of numbers of the device."""
+    return states.view(torch.tensor(states.shape, device=states.device).tolist())
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize("copy", [number, table, columns, choice, gaps, gaps_of_a_tensor])
+@pytest.mark.parametrize("copy", [number, table, columns, choice, gaps, gaps_of_a_tensor, listed])
 @pytest.mark.parametrize("in_layers", [False, True])
 def test_code_that_copies_the_hosts_numbers_to_the_device_can_with_these(
     copy: Callable[[Tensor], Tensor], in_layers: bool
@@ -115,6 +120,24 @@ def test_code_that_copies_the_hosts_numbers_to_the_device_can_with_these(
     place.register_forward_hook(lambda *given: copy(given[2]))
     expected = Recording(with_decisions=True, compilable=not in_layers)
     assert how_recorded(model, 64, training=True) == expected
+
+
+def ibert() -> Any:
+    config = transformers.IBertConfig(
+        **SMALL, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24
+    )
+    return transformers.IBertForSequenceClassification(config)
+
+
+def test_code_that_replaces_buffers_can_with_decisions_which_keep_them_in_place() -> None:
+    model = ibert()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert how_recorded(model, 64, training=True) == Recording(with_decisions=True, compilable=False)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    model = FAMILIES["bert"].model()
+    model.register_buffer("seen", torch.zeros(()))
+    model.register_forward_hook(lambda module, *_: setattr(module, "seen", module.seen + 1))
+    assert how_recorded(model, 64, training=True) == Recording(with_decisions=True)
 
 
 def test_code_that_decides_otherwise_in_other_batches_cannot() -> None:

@@ -7,8 +7,8 @@ computes on the device whether they are still true. Where one is not, all logits
 device, and the step runs again, eagerly (`step.graphs.captured_step`); so do rows that are only read
 (`step.graphs.captured_forward`).
 
-Read are single numbers, counts of nonzero elements, and runs of equal ones; indexing by a mask counts what is in it. An
-answer belongs to the line of the model's code that asks.
+Read are single numbers, lists of them, counts of nonzero elements, and runs of equal ones; indexing by a mask counts
+what is in it. An answer belongs to the line of the model's code that asks.
 
 transformers asks of each mask whether it can be left out, but in a capture, where it is always made: here it is told
 no, so that the pass that is recorded has the form of the capture.
@@ -61,6 +61,15 @@ class HostDecisions:
         self.device = device
         self._recorded: dict[Hashable, _Recorded] = {}
         self._modes: _Modes | None = None
+
+    def forget(self) -> Callable[[], None]:
+        """Have the next pass of each shape answer for it again. Return what takes that back."""
+        before, self._recorded = self._recorded, {}
+
+        def remember() -> None:
+            self._recorded = before
+
+        return remember
 
     def on(self, device: torch.device) -> HostDecisions:
         """The same answers for a model on another device, without constants."""
@@ -324,6 +333,8 @@ class _Functions(TorchFunctionMode):
                 return None
             places = self._places(args[0], args[1])
             return function(args[0], places, self._value(args[0], places, args[2]))
+        if function is Tensor.tolist and args[0].device.type == self._device.type:
+            return _listed(args[0])
         if self._device.type == "cpu" or kwargs.get("requires_grad"):
             return function(*args, **kwargs)
         if function in _OF_NUMBERS and args and _of_host(args[0]) and kwargs.get("device") is not None:
@@ -360,6 +371,11 @@ class _Functions(TorchFunctionMode):
         if copies:
             found = [part.to(indexed.device) if isinstance(part, Tensor) and part.ndim else part for part in found]
         return tuple(found) if len(found) > 1 or isinstance(index, tuple) else found[0]
+
+
+def _listed(values: Tensor) -> Any:
+    """Numbers as `Tensor.tolist` has them, each read by itself, which operators' modes see."""
+    return [_listed(part) for part in values.unbind()] if values.ndim else values.item()
 
 
 def _of_host(values: Any) -> bool:

@@ -37,6 +37,7 @@ from brimful.models.model_stats import layer_lists
 from brimful.models.packed.check_inputs import make_sequences, one_layer_of_each_kind
 from brimful.models.packed.host_decisions import HostDecisions, HostNeededError
 from brimful.models.packed.packed_forward import PaddedModel, padding_id_of
+from brimful.models.packed.replaced_buffers import places_of, replaced
 
 #: Attributes of modules with a probability by which the host leaves out whole layers.
 _DRAWN = ("layerdrop", "layer_drop", "encoder_layerdrop", "decoder_layerdrop")
@@ -46,7 +47,8 @@ _DRAWN = ("layerdrop", "layer_drop", "encoder_layerdrop", "decoder_layerdrop")
 class Recording:
     """Answer to whether padded passes of a model can be recorded and replayed.
 
-    why_not: the reason that they cannot; None if they can. with_decisions: they can with `HostDecisions` alone.
+    why_not: the reason that they cannot; None if they can. with_decisions: they can with `HostDecisions` alone, which
+    also keep buffers in place.
     compilable: whether the host is needed between layers at most, and not in them.
     """
 
@@ -75,12 +77,12 @@ def how_recorded(
         # Once, as some change themselves in their first pass. What a CPU cannot compute may be traced all the same.
         with torch.no_grad(), _autocast(half), suppress(Exception):
             PaddedModel(small, attention)(_batches(small.config, max_length)[0])
-        before = _host_streams()
+        replaces, before = _replaces_buffers(small, max_length, attention, half), _host_streams()
         why_not = _why_the_host(small, None, max_length, attention)
         if _host_streams() != before:
             return Recording(why_not="the host draws random numbers in each pass")
         if why_not is None:
-            return Recording()
+            return Recording(with_decisions=replaces)
         decisions = _decisions(small, max_length, attention, half)
         if decisions is None:
             return Recording(why_not=f"{why_not}, and finds others in other batches")
@@ -93,6 +95,13 @@ def how_recorded(
         return Recording(why_not=f"it could not be traced: {type(failure).__name__}: {printable(failure, 100)}")
     finally:
         model.config._attn_implementation = was
+
+
+def _replaces_buffers(small: Any, max_length: int, attention: str, half: torch.dtype | None) -> bool:
+    places = places_of(small)
+    with torch.no_grad(), _autocast(half), suppress(Exception):
+        PaddedModel(small, attention)(_batches(small.config, max_length)[0])
+    return bool(replaced(places))
 
 
 #: Devices of tensors without numbers, and what weights are cast to. Only such as are not on the CPU show what is copied
@@ -176,19 +185,18 @@ def _autocast(half: torch.dtype | None) -> torch.autocast:
 def _decisions(small: Any, max_length: int, attention: str, half: torch.dtype | None) -> HostDecisions | None:
     """Return those of one batch, None if another one of the same shape does not have the same, or its own logits."""
     first, other = _batches(small.config, max_length)
-    found, execution, modes = HostDecisions(), PaddedModel(small, attention), small.training
-    small.eval()
+    found, execution = HostDecisions(), PaddedModel(small, attention)
     try:
-        with torch.no_grad(), _autocast(half):
+        with torch.no_grad(), _autocast(half), torch.random.fork_rng(devices=[]):
             with found.recorded(None):
                 execution(first)
+            torch.manual_seed(0)
             expected = execution(other).logits
+            torch.manual_seed(0)
             with found.granted(None) as truths:
                 logits = execution(other).logits
     except RuntimeError:
         return None
-    finally:
-        small.train(modes)
     return found if all(map(bool, truths)) and torch.equal(logits, expected) else None
 
 

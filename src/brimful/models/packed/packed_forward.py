@@ -34,6 +34,7 @@ from brimful.models.packed.given_states import GivenStates, means_SX
 from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.layer_calls import many_compiled_forms, place_calls
 from brimful.models.packed.refusals import refusals
+from brimful.models.packed.replaced_buffers import places_of, write_back
 
 #: Hidden states of a sequence that the head reads; `late`: all of them, each by itself, and the mean of the logits.
 Pooling = Literal["first", "last", "mean", "late"]
@@ -147,7 +148,8 @@ class PaddedModel(LayoutModel):
     """The plain Hugging Face forward on padded rows.
 
     decisions: of its code on the host, where passes are to be captured and these depend on numbers of the device, or
-    numbers of the host are copied there. Then logits of a captured pass are NaN where a decision would be another one.
+    numbers of the host are copied there, or buffers are replaced. Then logits of a captured pass are NaN where a
+    decision would be another one, and buffers stay as they were.
     """
 
     packed = False
@@ -187,14 +189,17 @@ class PaddedModel(LayoutModel):
         if self.decisions is None:
             found = self.model(**given).logits
             return found
-        key = (self.model.training, tuple(given["input_ids"].shape))
+        key, places = (self.model.training, tuple(given["input_ids"].shape)), places_of(self.model)
         if not is_capturing():
             with self.decisions.recorded(key):
                 found = self.model(**given).logits
+            write_back(places)
             return found
         with self.decisions.granted(key) as truths:
             found = self.model(**given).logits
-        return torch.where(torch.stack(truths).all(), found, math.nan) if truths else found
+        all_true = torch.stack(truths).all() if truths else found.new_ones((), dtype=torch.bool)
+        write_back(places, if_true=all_true)
+        return torch.where(all_true, found, math.nan) if truths else found
 
 
 def _tell_both_halves(model: Any) -> None:

@@ -28,11 +28,16 @@ from torch import Tensor
 from brimful.data.batches.batch import Batch, MicroBatch
 from brimful.hardware.memory import CaptureMemoryError
 from brimful.kernels.precompile import Compiling
+from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.packed_forward import PaddedModel
 from brimful.step.graphs.cache import Graph, GraphCache, GraphPool
+from brimful.step.kept_buffers import buffers_of, put_back
 from brimful.step.state import StepState
 from brimful.step.step import Outcome, Pending, Step
 from brimful.step.updates.fused_adamw import MOST_GRAPHS
+
+#: How often what a model's code decides may turn out to be otherwise, before its steps run eagerly.
+_MOST_RENEWED = 3
 
 
 class CapturedStep(Step):
@@ -48,6 +53,7 @@ class CapturedStep(Step):
     ) -> None:
         super().__init__(*arguments, **options)
         self._kernels_wait, self._probing = precompile, False
+        self._renewed = 0  # how often what the model's code decides was recorded anew
         self._compiling: Compiling | None = None
         self._kept: Callable[[], list[Tensor]] = list
         self._room_for: tuple[int, int] | None = None  # graphs, and tokens of a pass, that there was room for
@@ -133,7 +139,8 @@ class CapturedStep(Step):
         self._probing = True
         try:
             self.update.hold_back()
-            with self.pool.measured(max(micro.inputs.num_tokens for micro in batch.micro_batches)):
+            measured = self.pool.measured(max(micro.inputs.num_tokens for micro in batch.micro_batches))
+            with measured, put_back(buffers_of(self.execution.model)):
                 super().run(batch)  # as a shape that is met first: it warms up what capture must not
             self.update.hold_back()
             self._hold_scale()
@@ -248,16 +255,34 @@ class CapturedStep(Step):
 
     def _again(self) -> Callable[[Batch], Outcome] | None:
         """A way to run an eager step on a batch, where what a graph takes for granted may not be true of it."""
-        taken_for_granted = isinstance(self.execution, PaddedModel) and self.execution.decisions is not None
-        return self._eagerly if taken_for_granted else None
+        if isinstance(self.execution, PaddedModel) and self.execution.decisions is not None:
+            return partial(self._eagerly, self.execution.decisions, self._renewed)
+        return None
 
-    def _eagerly(self, batch: Batch) -> Outcome:
-        """An eager step on a batch whose graph has changed nothing. It comes after those launched meanwhile."""
-        sent = replace(batch, memories=())
-        outcome = super().run(sent.sent(self.device) if batch.memories else sent).read()
-        if outcome.applied:
-            self._graphs.stop("what the model's code decides on the host is not the same for all batches of one shape")
+    def _eagerly(self, decisions: HostDecisions, renewed: int, batch: Batch) -> Outcome:
+        """An eager step on a batch whose graph has changed nothing. It comes after those launched meanwhile.
+
+        What the model's code decides may change in the course of a run, as where it takes first batches otherwise: it
+        is recorded anew with this batch, a few times. renewed: how often it had been when the graph was launched.
+        """
+        if renewed < self._renewed:  # with a graph that is gone
+            return self._eager_outcome(batch)
+        remember = decisions.forget()
+        outcome = self._eager_outcome(batch)
+        if not outcome.applied:
+            remember()
+        else:
+            self._renewed += 1
+            self._graphs.clear()
+            if self._renewed > _MOST_RENEWED or self.is_shared:
+                self._graphs.stop(
+                    "what the model's code decides on the host is not the same for all batches of one shape"
+                )
         return outcome
+
+    def _eager_outcome(self, batch: Batch) -> Outcome:
+        sent = replace(batch, memories=())
+        return super().run(sent.sent(self.device) if batch.memories else sent).read()
 
     def _find(
         self, key: Hashable, compute: Callable[[Tensor], Any], memory: Tensor | None = None,
