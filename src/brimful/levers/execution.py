@@ -65,6 +65,9 @@ _COMPILE_FORWARD_S = 4.0
 #: Cold seconds of layers of padded rows, by torch's compiler alone, for one length of rows, and for several
 #: (benchmarks/fallback); and forward only.
 _COMPILE_PADDED_S, _COMPILE_LENGTHS_S, _COMPILE_PADDED_FORWARD_S = 40.0, 90.0, 25.0
+#: Seconds by type of layers that torch's compiler needs minutes for: the shifts of Funnel's relative positions, of five
+#: lengths in one pass, on an H200 (benchmarks/fallback).
+_COMPILED_SLOWLY = {"funnel": 440.0}
 #: Operations per second that a step reaches, to guess how long a run will take.
 _REACHED = 250e12
 
@@ -203,6 +206,7 @@ class ExecutionMode(Lever):
             compile_s = _COMPILE_ADAPTED_S if _has_adapter(assembly) else _COMPILE_S
         else:
             compile_s = _COMPILE_LENGTHS_S if _has_lengths(assembly) else _COMPILE_PADDED_S
+            compile_s = _COMPILED_SLOWLY.get(assembly.model.config.model_type, compile_s)
         saved_s = saved_seconds(assembly)
         if not has_layers or saved_s < compile_s:
             against = f"compiling would save about {saved_s:.0f} s of this run and take {compile_s:.0f} s"

@@ -41,10 +41,11 @@ _Constant = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class _Recorded:
-    """Answers and constants of one shape by place, in their order."""
+    """Answers and constants of one shape by place, in their order; masks: places that ask if one can be left out."""
 
     answers: dict[_Place, list[Any]] = field(default_factory=dict)
     constants: dict[_Place, list[_Constant]] = field(default_factory=dict)
+    masks: list[_Place] = field(default_factory=list)
 
 
 class HostNeededError(RuntimeError):
@@ -70,6 +71,11 @@ class HostDecisions:
             self._recorded = before
 
         return remember
+
+    @property
+    def asked_of_masks(self) -> bool:
+        """True if a pass that was recorded asks whether masks can be left out, and is told no here."""
+        return any(recorded.masks for recorded in self._recorded.values())
 
     def on(self, device: torch.device) -> HostDecisions:
         """The same answers for a model on another device, without constants."""
@@ -152,6 +158,10 @@ class _Source(Protocol):
         """Values of the host on the device."""
         ...
 
+    def keep_mask(self) -> None:
+        """Take note that a mask may have been left out."""
+        ...
+
 
 class _Recording:
     def __init__(self, found: _Recorded) -> None:
@@ -166,6 +176,9 @@ class _Recording:
         on_device = values.to(device)
         self.found.constants.setdefault(_asker(), []).append((values.clone(), on_device))
         return on_device.clone()  # which may be written to
+
+    def keep_mask(self) -> None:
+        self.found.masks.append(_asker())
 
 
 class _Granting:
@@ -189,6 +202,8 @@ class _Granting:
             raise HostNeededError(f"line {place[1]} of {place[0]} copies other numbers to the device than before")
         return on_device.clone()
 
+    def keep_mask(self) -> None: ...
+
 
 class _Tracing(_Granting):
     def constant(self, values: Tensor, device: torch.device) -> Tensor:
@@ -201,6 +216,8 @@ class _Refusing:
 
     def constant(self, _: Tensor, __: torch.device) -> Tensor:
         raise HostNeededError(f"numbers of the host are copied to the device in each pass ({_line()})")
+
+    def keep_mask(self) -> None: ...
 
 
 def _line() -> str:
@@ -267,6 +284,7 @@ class _Operators(TorchDispatchMode):
         if function is aten._local_scalar_dense.default:
             number: Tensor = given
             if number.dtype == torch.bool and _asker()[0].endswith(_MASKS):
+                self._source.keep_mask()
                 return False
             return self._source.answer(lambda: function(number), lambda found: (number == found).all())
         if function is aten.nonzero.default:

@@ -48,7 +48,7 @@ class Recording:
     """Answer to whether padded passes of a model can be recorded and replayed.
 
     why_not: the reason that they cannot; None if they can. with_decisions: they can with `HostDecisions` alone, which
-    also keep buffers in place.
+    also keep buffers in place, and masks that transformers leaves out of a pass over full rows, but not of a capture.
     compilable: whether the host is needed between layers at most, and not in them.
     """
 
@@ -77,12 +77,12 @@ def how_recorded(
         # Once, as some change themselves in their first pass. What a CPU cannot compute may be traced all the same.
         with torch.no_grad(), _autocast(half), suppress(Exception):
             PaddedModel(small, attention)(_batches(small.config, max_length)[0])
-        replaces, before = _replaces_buffers(small, max_length, attention, half), _host_streams()
+        keeps, before = _must_be_kept(small, max_length, attention, half), _host_streams()
         why_not = _why_the_host(small, None, max_length, attention)
         if _host_streams() != before:
             return Recording(why_not="the host draws random numbers in each pass")
         if why_not is None:
-            return Recording(with_decisions=replaces)
+            return Recording(with_decisions=keeps)
         decisions = _decisions(small, max_length, attention, half)
         if decisions is None:
             return Recording(why_not=f"{why_not}, and finds others in other batches")
@@ -97,11 +97,15 @@ def how_recorded(
         model.config._attn_implementation = was
 
 
-def _replaces_buffers(small: Any, max_length: int, attention: str, half: torch.dtype | None) -> bool:
-    places = places_of(small)
-    with torch.no_grad(), _autocast(half), suppress(Exception):
-        PaddedModel(small, attention)(_batches(small.config, max_length)[0])
-    return bool(replaced(places))
+def _must_be_kept(small: Any, max_length: int, attention: str, half: torch.dtype | None) -> bool:
+    """Return whether a pass replaces buffers, or leaves out masks of full rows."""
+    places, asked = places_of(small), HostDecisions()
+    sequences = make_sequences(small.config, max_length)
+    longest = max(sequences, key=len)
+    full = padded_inputs([longest] * 2, 2, len(longest), padding_id=padding_id_of(small.config))
+    with torch.no_grad(), _autocast(half), suppress(Exception), asked.recorded(None):
+        PaddedModel(small, attention)(full)
+    return asked.asked_of_masks or bool(replaced(places))
 
 
 #: Devices of tensors without numbers, and what weights are cast to. Only such as are not on the CPU show what is copied

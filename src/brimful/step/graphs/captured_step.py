@@ -273,7 +273,7 @@ class CapturedStep(Step):
             remember()
         else:
             self._renewed += 1
-            self._graphs.clear()
+            self._graphs.free()
             if self._renewed > _MOST_RENEWED or self.is_shared:
                 self._graphs.stop(
                     "what the model's code decides on the host is not the same for all batches of one shape"
