@@ -141,6 +141,26 @@ def test_parts_of_padded_layers_are_ours_where_that_pays(share: float, are_ours:
     assert all((layer._compiled_call_impl is not None) == are_ours for layer in model.bert.encoder.layer)
 
 
+@pytest.mark.parametrize(
+    ("kind", "share", "value"), [("bert", 0.9, "captured"), ("bert", 1.1, "compiled"), ("funnel", 9.0, "captured")]
+)
+def test_padded_layers_of_long_rows_are_compiled_where_their_states_pay(
+    kind: str, share: float, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against 40 s of one length, and 440 of Funnel's."""
+    model = FAMILIES["bert"].model()
+    monkeypatch.setattr(execution, "_SAVED_A_PADDED_LAYER_S", 0.0)
+    assembly = assembly_of(model, device="cuda", equivalence=replace(EQUIVALENCE, packed=False))
+    model.config.model_type = kind
+    config = model.config
+    assembly.num_tokens = round(share * 40.0 / (1e-10 * config.hidden_size * config.num_hidden_layers))
+    assembly.levers[Optimizer] = Optimizer(value="sgd")
+    assembly.execution = PaddedModel(model)
+    monkeypatch.setattr(execution, "_has_lengths", lambda _: False)
+    monkeypatch.setattr(execution, "_SAVED", 0.0)
+    assert ExecutionMode.choose(assembly).value == value
+
+
 @pytest.mark.parametrize(("recorded", "value"), [(False, "captured"), (True, "compiled")])
 @pytest.mark.parametrize("training", [False, True])
 def test_recorded_layers_pay_in_short_runs(recorded: bool, value: str, training: bool) -> None:

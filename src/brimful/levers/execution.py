@@ -51,8 +51,10 @@ _COMPILE_ADAPTED_S = 50.0
 #: fewer kernels: BERT-base on an H100, captured 34 and compiled 18 ms on BBC News, 5.8 and 3.8 ms on tweets
 #: (benchmarks/drop_in).
 _SAVED_IN_TRAINING, _SAVED_A_LAYER_S = 0.5, 120e-6
-#: The latter of padded rows, whose layers are of many small kernels (benchmarks/fallback).
-_SAVED_A_PADDED_LAYER_S = 300e-6
+#: The latter of padded rows, whose layers are of many small kernels, and seconds of each number of a layer's states,
+#: which these read and write: 2.6e-10 of T5-Gemma on 32 rows of 512 tokens, captured 36 and compiled 14 ms
+#: (benchmarks/fallback), 1.3e-10 of BERT-base.
+_SAVED_A_PADDED_LAYER_S, _SAVED_A_PADDED_STATE_S = 300e-6, 1e-10
 #: Seconds that fused kernels of recorded layers cost: 4 on a slow host that compiles them, 1 on one that finds them on
 #: disk (benchmarks/whole_command).
 _RECORD_S = 2.5
@@ -299,9 +301,13 @@ def saved_seconds(assembly: Assembly) -> float:
     if not assembly.training:
         return _SAVED * whole_s
     packed = assembly.lever(Packing).packed
-    share, of_layer_s = (_SAVED_IN_TRAINING, _SAVED_A_LAYER_S) if packed else (_SAVED, _SAVED_A_PADDED_LAYER_S)
     num_layers = sum(map(len, lists_to_compile(assembly)))
-    return max(share * whole_s, of_layer_s * num_layers * num_steps_of(assembly))
+    if packed:
+        return max(_SAVED_IN_TRAINING * whole_s, _SAVED_A_LAYER_S * num_layers * num_steps_of(assembly))
+    width = getattr(assembly.model.config.get_text_config(), "hidden_size", 0) or 0
+    states = width * num_layers * assembly.num_tokens / assembly.num_ranks
+    of_layers_s = _SAVED_A_PADDED_LAYER_S * num_layers * num_steps_of(assembly)
+    return max(_SAVED * whole_s, of_layers_s, _SAVED_A_PADDED_STATE_S * states)
 
 
 def _has_adapter(assembly: Assembly) -> bool:

@@ -189,17 +189,17 @@ class _Granting:
 
     def answer(self, _: Callable[[], Any], is_true: Callable[[Any], Tensor]) -> Any:
         if not self._answers.get(place := _asker()):
-            raise HostNeededError(f"line {place[1]} of {place[0]} reads more of the device than before")
+            raise HostNeededError(f"{_said(place)} reads more of the device than before")
         found = self._answers[place].pop(0)
         self.truths.append(is_true(found))
         return found
 
     def constant(self, values: Tensor, _: torch.device) -> Tensor:
         if not self._constants.get(place := _asker()):
-            raise HostNeededError(f"line {place[1]} of {place[0]} copies more to the device than before")
+            raise HostNeededError(f"{_said(place)} copies more to the device than before")
         before, on_device = self._constants[place].pop(0)
         if before.dtype != values.dtype or not torch.equal(before, values):
-            raise HostNeededError(f"line {place[1]} of {place[0]} copies other numbers to the device than before")
+            raise HostNeededError(f"{_said(place)} copies other numbers to the device than before")
         return on_device.clone()
 
     def keep_mask(self) -> None: ...
@@ -212,16 +212,16 @@ class _Tracing(_Granting):
 
 class _Refusing:
     def answer(self, _: Callable[[], Any], __: Callable[[Any], Tensor]) -> Any:
-        raise HostNeededError(f"the host must look at numbers of the device in each pass ({_line()})")
+        raise HostNeededError(f"the host must look at numbers of the device in each pass ({_said(_asker())})")
 
     def constant(self, _: Tensor, __: torch.device) -> Tensor:
-        raise HostNeededError(f"numbers of the host are copied to the device in each pass ({_line()})")
+        raise HostNeededError(f"numbers of the host are copied to the device in each pass ({_said(_asker())})")
 
     def keep_mask(self) -> None: ...
 
 
-def _line() -> str:
-    file, number = _asker()
+def _said(place: _Place) -> str:
+    file, number = place
     return f"line {number} of {Path(file).name}"
 
 
