@@ -9,9 +9,12 @@ from torch import nn
 from brimful.levers.facts import equivalence_of
 from brimful.levers.lever import Assembly, Cost, Lever, StepWork, Verdict
 from brimful.models.onednn_prepack import can_reorder, reorder_linears
+from brimful.models.packed.family_forms import has_state_space
 
 #: Least and most tokens computed at once on a CPU, and numbers that the widest activation may have between these.
 _CPU_BUDGETS, _CPU_ACTIVATION = (1024, 4096), 3 << 19
+#: Tokens of models whose layers make a state of each token, which is many times as large as what others make of it.
+_CPU_STATES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +59,11 @@ def cpu_budget(model: nn.Module, longest: int) -> int:
     """Return the most tokens that a CPU should compute at once: as many as leave its activations in the cache.
 
     Of narrow models more, whose many calls would cost more. longest: tokens of the longest sequence there can be.
-    Measured: benchmarks/classification/2026-11-22-cpu/token_budgets.md.
+    Measured: benchmarks/classification/2026-11-22-cpu/token_budgets.md; of layers with a state of each token,
+    benchmarks/fallback/2026-11-29-cpu-answers-6198e45.
     """
+    if has_state_space(getattr(model, "config", None)):
+        return _CPU_STATES
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     products = (p for p in model.parameters() if p.ndim == 2 and id(p) not in embedded)
     widest = max((max(p.shape) for p in products), default=1)

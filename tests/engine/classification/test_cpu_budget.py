@@ -12,6 +12,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 import brimful
 from brimful.levers.weights import cpu_budget
+from heads.tiny_heads import tiny_model
 from tiny_files import review, save_classifier
 
 
@@ -34,6 +35,11 @@ def test_by_the_widest_product_and_the_longest_sequence(width: int, longest: int
 
 def test_a_model_without_products() -> None:
     assert cpu_budget(nn.Embedding(30000, 8), 512) == 4096
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("jamba", 256), ("qwen3_5_text", 256), ("minimax", 4096)])
+def test_layers_that_make_a_state_of_each_token_have_few_at_once(kind: str, expected: int) -> None:
+    assert cpu_budget(tiny_model(kind), 512) == expected
 
 
 def test_answers_are_the_same_by_any_budget(tmp_path: Path) -> None:

@@ -52,6 +52,12 @@ def recurrent_layers(config: Any) -> bool:
     return bool(kinds & {"linear_attention", "mamba", "hybrid", "recurrent"})
 
 
+def has_state_space(config: Any) -> bool:
+    """True if some layers are Mamba's or gated delta nets', whose code makes a state of each token."""
+    text = None if config is None else config.get_text_config()
+    return any(hasattr(text, name) for name in ("mamba_d_conv", "linear_conv_kernel_dim"))
+
+
 def uses_interface(config: Any) -> bool:
     """True if a model's attention goes through `AttentionInterface`, whether or not other modules have a form here."""
     return not has_form(config) or config.model_type in own_attention.INTERFACE_FORMS
