@@ -60,7 +60,7 @@ def cpu_budget(model: nn.Module, longest: int) -> int:
 
     Of narrow models more, whose many calls would cost more. longest: tokens of the longest sequence there can be.
     Measured: benchmarks/classification/2026-11-22-cpu/token_budgets.md; of layers with a state of each token,
-    benchmarks/fallback/2026-11-29-cpu-answers-6198e45.
+    benchmarks/fallback/2026-11-29-cpu-answers-d8589b5.
     """
     if has_state_space(getattr(model, "config", None)):
         return _CPU_STATES
