@@ -271,13 +271,11 @@ class CapturedStep(Step):
         outcome = self._eager_outcome(batch)
         if not outcome.applied:
             remember()
+        elif self.is_shared or self._renewed == _MOST_RENEWED:
+            self._graphs.stop("what the model's code decides on the host is not the same for all batches of one shape")
         else:
             self._renewed += 1
             self._graphs.free()
-            if self._renewed > _MOST_RENEWED or self.is_shared:
-                self._graphs.stop(
-                    "what the model's code decides on the host is not the same for all batches of one shape"
-                )
         return outcome
 
     def _eager_outcome(self, batch: Batch) -> Outcome:
