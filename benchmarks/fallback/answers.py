@@ -48,15 +48,20 @@ def architecture(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> I
         work = Work(model=plan["work"], shape=shape, scale=plan["scale"])
         make_inputs(inputs, work, load_tokenizer(tokenizer, smoke=False))
         texts = [json.loads(line)["text"] for line in (inputs / f"{work.texts}.jsonl").read_text("utf-8").splitlines()]
-        for found in _sides(str(inputs / work.size), texts[: plan["texts"]], device, plan["repeats"]):
+        for found in _sides(
+            str(inputs / work.size), texts[: plan["texts"]], device, plan["repeats"], plan["max_length"]
+        ):
             yield {"shape": shape, "versions": versions, **found}
 
 
-def _sides(folder: str, texts: list[str], device: str, repeats: int) -> Iterator[dict[str, Any]]:
+def _sides(
+    folder: str, texts: list[str], device: str, repeats: int, max_length: int | None
+) -> Iterator[dict[str, Any]]:
     import brimful
 
     dtype = "fp32" if device == "cpu" else "fp16"
-    with brimful.Classifier(folder, device=device, precision="auto" if device == "cpu" else dtype) as classifier:
+    precision = "auto" if device == "cpu" else dtype
+    with brimful.Classifier(folder, device=device, precision=precision, max_length=max_length) as classifier:
         ours: Answer = classifier.__call__  # type: ignore[assignment]
         expected = ours(texts)  # which checks and captures
         pipe = _pipe(folder, device, dtype)
@@ -204,7 +209,7 @@ def _measure(session: Session, model: str) -> None:
     arguments = session.arguments
     say(model)
     plan = {"work": model, "scale": arguments.size, "shapes": arguments.shapes, "texts": arguments.texts}
-    plan |= {"repeats": arguments.repeats, "threads": arguments.threads}
+    plan |= {"repeats": arguments.repeats, "max_length": arguments.max_length, "threads": arguments.threads}
     result = session.child(plan, arguments.timeout_s)
     for found in result.pop("found"):
         session.add(kind="row", work=model, **found)
@@ -220,6 +225,7 @@ def _arguments() -> Namespace:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["short", "mixed"], help="lengths of texts")
     parser.add_argument("--size", choices=SIZES, default="base", help="small and smoke are for a CPU")
     parser.add_argument("--texts", type=int, default=2048, help="most texts of a round")
+    parser.add_argument("--max-length", type=int, help="of ours, for a model of long windows that it checks otherwise")
     parser.add_argument("--cpu", action="store_true", help="leave the GPU alone")
     parser.add_argument("--repeats", type=int, default=3, help="how often both sides take turns")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")

@@ -207,10 +207,12 @@ def sweeps_at_once(session: Session, works: list[Work]) -> None:
     """Sweeps the rows by several processes that share the GPU by turns, each sweep in its own order."""
     swept = {work.for_trainer: work for work in works}
     turns.begin(session.arguments.output.resolve())
-    with session.lanes(session.arguments.at_once) as lanes:
-        for each in [lanes.submit(sweep, session, work) for work in swept.values()]:
-            each.result()
-    turns.end()
+    try:
+        with session.lanes(session.arguments.at_once) as lanes:
+            for each in [lanes.submit(sweep, session, work) for work in swept.values()]:
+                each.result()
+    finally:
+        turns.end()
 
 
 def measure(session: Session, work: Work, side: str, settings: Settings, all_asked: list[Settings]) -> dict[str, Any]:

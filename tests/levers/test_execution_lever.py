@@ -142,12 +142,12 @@ def test_parts_of_padded_layers_are_ours_where_that_pays(share: float, are_ours:
 
 
 @pytest.mark.parametrize(
-    ("kind", "share", "value"), [("bert", 0.9, "captured"), ("bert", 1.1, "compiled"), ("funnel", 9.0, "captured")]
+    ("kind", "share", "value"), [("bert", 0.9, "captured"), ("bert", 1.1, "compiled"), ("funnel", 1e6, "captured")]
 )
 def test_padded_layers_of_long_rows_are_compiled_where_their_states_pay(
     kind: str, share: float, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against 40 s of one length, and 440 of Funnel's."""
+    """Against 40 s of one length. Funnel's are no faster, however long the run."""
     model = FAMILIES["bert"].model()
     monkeypatch.setattr(execution, "_SAVED_A_PADDED_LAYER_S", 0.0)
     assembly = assembly_of(model, device="cuda", equivalence=replace(EQUIVALENCE, packed=False))

@@ -52,7 +52,7 @@ _COMPILE_ADAPTED_S = 50.0
 #: (benchmarks/drop_in).
 _SAVED_IN_TRAINING, _SAVED_A_LAYER_S = 0.5, 120e-6
 #: The latter of padded rows, whose layers are of many small kernels, and seconds of each number of a layer's states,
-#: which these read and write: 2.6e-10 of T5-Gemma on 32 rows of 512 tokens, captured 36 and compiled 14 ms
+#: which these read and write: 3.4e-10 of T5-Gemma on 32 rows of 512 tokens, captured 36 and compiled 14 ms
 #: (benchmarks/fallback), 1.3e-10 of BERT-base.
 _SAVED_A_PADDED_LAYER_S, _SAVED_A_PADDED_STATE_S = 300e-6, 1e-10
 #: Seconds that fused kernels of recorded layers cost: 4 on a slow host that compiles them, 1 on one that finds them on
@@ -67,9 +67,9 @@ _COMPILE_FORWARD_S = 4.0
 #: Cold seconds of layers of padded rows, by torch's compiler alone, for one length of rows, and for several
 #: (benchmarks/fallback); and forward only.
 _COMPILE_PADDED_S, _COMPILE_LENGTHS_S, _COMPILE_PADDED_FORWARD_S = 40.0, 90.0, 25.0
-#: Seconds by type of layers that torch's compiler needs minutes for: the shifts of Funnel's relative positions, of five
-#: lengths in one pass, on an H200 (benchmarks/fallback).
-_COMPILED_SLOWLY = {"funnel": 440.0}
+#: Types whose layers torch's compiler makes no faster: those of Funnel took 450 s on an H200, and 1.2 times as long as
+#: uncompiled then (benchmarks/fallback).
+_NOT_FASTER = frozenset({"funnel"})
 #: Operations per second that a step reaches, to guess how long a run will take.
 _REACHED = 250e12
 
@@ -208,10 +208,12 @@ class ExecutionMode(Lever):
             compile_s = _COMPILE_ADAPTED_S if _has_adapter(assembly) else _COMPILE_S
         else:
             compile_s = _COMPILE_LENGTHS_S if _has_lengths(assembly) else _COMPILE_PADDED_S
-            compile_s = _COMPILED_SLOWLY.get(assembly.model.config.model_type, compile_s)
         saved_s = saved_seconds(assembly)
-        if not has_layers or saved_s < compile_s:
+        not_faster = not packed and assembly.model.config.model_type in _NOT_FASTER
+        if not has_layers or not_faster or saved_s < compile_s:
             against = f"compiling would save about {saved_s:.0f} s of this run and take {compile_s:.0f} s"
+            if not_faster:
+                against = f"compiled layers of {assembly.model.config.model_type} are no faster"
             if not has_layers:
                 against = "there is no list of layers to compile, or the host is needed in them"
             return cls(value="captured", reason=f"one launch a step; {against}", fused=fused)

@@ -317,6 +317,7 @@ class Step:
             self._between()
         with self.memory.backward(), self.update.around_backward():
             self.update.backward(loss)
+        self.execution.settle()
         self.update.loss.add_(loss.detach())
         return loss_rows_S.detach()
 

@@ -26,6 +26,7 @@ from brimful.models.packed import packed_forward
 from brimful.models.packed.host_decisions import HostDecisions, HostNeededError
 from brimful.models.packed.packed_forward import PaddedModel
 from models.packed.test_host_reads import SMALL, ibert, longformer, t5
+from tiny import FAMILIES
 
 END = 2
 TESTS = Path(__file__).parents[2]
@@ -82,6 +83,7 @@ def test_a_batch_with_other_decisions_has_no_logits(capturing: Callable[[bool], 
     assert decided(rows_of([12, 5, 40], 1)).logits.isfinite().all()
 
 
+@torch.no_grad()
 def test_a_captured_pass_writes_buffers_where_they_are_and_only_if_its_decisions_hold(
     capturing: Callable[[bool], None],
 ) -> None:
@@ -109,6 +111,42 @@ def test_a_captured_pass_writes_buffers_where_they_are_and_only_if_its_decisions
     for name, buffer in model.named_buffers():
         assert buffer is first[name][0]
         torch.testing.assert_close(buffer, expected[name])
+
+
+@torch.no_grad()
+def test_a_buffer_that_is_another_ones_too_is_left_to_the_model(capturing: Callable[[bool], None]) -> None:
+    """transformers' scaled rotary embeddings make their frequencies the original ones again: the same tensor."""
+    model = without_dropout(FAMILIES["bert"].model())
+    original = torch.ones(3)
+    model.register_buffer("original", original)
+    model.register_buffer("frequencies", original)
+    model.register_forward_hook(lambda module, *_: setattr(module, "frequencies", module.original * 2))
+    decided = PaddedModel(model)
+    decided.decisions = HostDecisions()
+    decided(rows_of([40, 5, 17], 0))
+    assert (model.original.tolist(), model.frequencies.tolist()) == ([1] * 3, [2] * 3)
+    model.frequencies = original
+    capturing(True)
+    with pytest.raises(HostNeededError, match="replaces its buffer frequencies by one of another form, or place"):
+        decided(rows_of([40, 5, 17], 0))
+
+
+@torch.no_grad()
+def test_buffers_that_change_places_keep_their_numbers(capturing: Callable[[bool], None]) -> None:
+    model = without_dropout(FAMILIES["bert"].model())
+    for name, value in (("one", 1.0), ("two", 2.0)):
+        model.register_buffer(name, torch.full((3,), value))
+
+    def turn(module: Any, *_: object) -> None:
+        module.one, module.two = module.two + 0, module.one + 0
+
+    model.register_forward_hook(turn)
+    decided = PaddedModel(model)
+    decided.decisions = HostDecisions()
+    for number in range(3):
+        capturing(number > 0)
+        decided(rows_of([40, 5, 17], 0))
+        assert [model.one[0], model.two[0]] == ([1, 2] if number % 2 else [2, 1])
 
 
 def test_a_shape_without_recorded_decisions_is_refused(capturing: Callable[[bool], None]) -> None:

@@ -54,7 +54,9 @@ def recurrent_layers(config: Any) -> bool:
 
 def has_state_space(config: Any) -> bool:
     """True if some layers are Mamba's or gated delta nets', whose code makes a state of each token."""
-    text = None if config is None else config.get_text_config()
+    if config is None or not recurrent_layers(config):
+        return False
+    text = config.get_text_config()
     return any(hasattr(text, name) for name in ("mamba_d_conv", "linear_conv_kernel_dim"))
 
 

@@ -63,14 +63,14 @@ class HostDecisions:
         self._recorded: dict[Hashable, _Recorded] = {}
         self._modes: _Modes | None = None
 
-    def forget(self) -> Callable[[], None]:
-        """Have the next pass of each shape answer for it again. Return what takes that back."""
-        before, self._recorded = self._recorded, {}
+    def forget(self) -> None:
+        """Have the next pass of each shape answer for it again."""
+        self._recorded.clear()
 
-        def remember() -> None:
-            self._recorded = before
-
-        return remember
+    @property
+    def grants(self) -> bool:
+        """True if something is taken for granted that may not be true of another batch."""
+        return any(recorded.answers for recorded in self._recorded.values())
 
     @property
     def asked_of_masks(self) -> bool:
@@ -351,7 +351,7 @@ class _Functions(TorchFunctionMode):
                 return None
             places = self._places(args[0], args[1])
             return function(args[0], places, self._value(args[0], places, args[2]))
-        if function is Tensor.tolist and args[0].device.type == self._device.type:
+        if function is Tensor.tolist and args[0].device.type == self._device.type and args[0].numel() <= _MOST_LISTED:
             return _listed(args[0])
         if self._device.type == "cpu" or kwargs.get("requires_grad"):
             return function(*args, **kwargs)
@@ -389,6 +389,10 @@ class _Functions(TorchFunctionMode):
         if copies:
             found = [part.to(indexed.device) if isinstance(part, Tensor) and part.ndim else part for part in found]
         return tuple(found) if len(found) > 1 or isinstance(index, tuple) else found[0]
+
+
+#: Numbers of a list that are taken for granted, each by itself; of longer ones a capture is refused.
+_MOST_LISTED = 64
 
 
 def _listed(values: Tensor) -> Any:

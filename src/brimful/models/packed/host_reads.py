@@ -103,7 +103,7 @@ def _must_be_kept(small: Any, max_length: int, attention: str, half: torch.dtype
     sequences = make_sequences(small.config, max_length)
     longest = max(sequences, key=len)
     full = padded_inputs([longest] * 2, 2, len(longest), padding_id=padding_id_of(small.config))
-    with torch.no_grad(), _autocast(half), suppress(Exception), asked.recorded(None):
+    with torch.no_grad(), _autocast(half), torch.random.fork_rng(devices=[]), suppress(Exception), asked.recorded(None):
         PaddedModel(small, attention)(full)
     return asked.asked_of_masks or bool(replaced(places))
 

@@ -34,7 +34,7 @@ from brimful.models.packed.given_states import GivenStates, means_SX
 from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.layer_calls import many_compiled_forms, place_calls
 from brimful.models.packed.refusals import refusals
-from brimful.models.packed.replaced_buffers import places_of, write_back
+from brimful.models.packed.replaced_buffers import Place, places_of, write_back
 
 #: Hidden states of a sequence that the head reads; `late`: all of them, each by itself, and the mean of the logits.
 Pooling = Literal["first", "last", "mean", "late"]
@@ -143,13 +143,16 @@ class LayoutModel:
         """One pass over a layout, whose first slots are its sequences. context: a new one for each pass."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Do what a pass with a gradient left for after its backward pass. Unless overridden, nothing."""
+
 
 class PaddedModel(LayoutModel):
     """The plain Hugging Face forward on padded rows.
 
     decisions: of its code on the host, where passes are to be captured and these depend on numbers of the device, or
     numbers of the host are copied there, or buffers are replaced. Then logits of a captured pass are NaN where a
-    decision would be another one, and buffers stay as they were.
+    decision would be another one, and what replaces buffers is not written.
     """
 
     packed = False
@@ -166,6 +169,7 @@ class PaddedModel(LayoutModel):
         self._takes_types = has_token_types(model.config)
         self._settings = _without_cache(model.forward) | _named_outputs(model.config)
         self._layers = [layer for layers in layer_lists(model) for layer in layers]
+        self._unsettled: tuple[list[Place], Tensor | None] | None = None
         self._reads_last_place = any(getattr(module, "summary_type", None) == "last" for module in model.modules())
 
     def __call__(self, inputs: Inputs, context: ForwardContext | None = None) -> ForwardOutputs:
@@ -193,13 +197,22 @@ class PaddedModel(LayoutModel):
         if not is_capturing():
             with self.decisions.recorded(key):
                 found = self.model(**given).logits
-            write_back(places)
-            return found
-        with self.decisions.granted(key) as truths:
-            found = self.model(**given).logits
-        all_true = torch.stack(truths).all() if truths else found.new_ones((), dtype=torch.bool)
-        write_back(places, if_true=all_true)
-        return torch.where(all_true, found, math.nan) if truths else found
+            self._unsettled = (places, None)
+        else:
+            with self.decisions.granted(key) as truths:
+                found = self.model(**given).logits
+            all_true = torch.stack(truths).all() if truths else found.new_ones((), dtype=torch.bool)
+            self._unsettled = (places, all_true)
+            found = torch.where(all_true, found, math.nan) if truths else found
+        if not torch.is_grad_enabled():
+            self.settle()
+        return found
+
+    def settle(self) -> None:
+        """As `LayoutModel` has it: buffers are written once nothing needs them as they were, or replaces them again."""
+        if self._unsettled is not None:
+            (places, if_true), self._unsettled = self._unsettled, None
+            write_back(places, if_true=if_true)
 
 
 def _tell_both_halves(model: Any) -> None:

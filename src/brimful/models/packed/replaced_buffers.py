@@ -5,6 +5,8 @@ What replaces them is written where they were, which is where a graph reads them
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 from torch import Tensor, nn
 
@@ -26,17 +28,29 @@ def replaced(places: list[Place]) -> list[tuple[Place, Tensor]]:
     return [(place, now) for place, now in found if now is not None and now is not place[2]]
 
 
+@torch.no_grad()
 def write_back(places: list[Place], *, if_true: Tensor | None = None) -> None:
     """Write what replaced a buffer into it, and have the module hold the buffer again.
 
-    if_true: () bool on the device; where it is false the buffer stays as it was.
-    Raises: HostNeededError in a capture, where a buffer is replaced by one of another form.
+    Left as they are: buffers that were replaced by one of another form, or that are another place's, too.
+    if_true: () bool on the device; where it is false, buffers stay as they were.
+    Raises: HostNeededError with `if_true`, which is for captures, where some would be left.
     """
-    for (holder, name, before), now in replaced(places):
-        if (before.shape, before.dtype, before.device) != (now.shape, now.dtype, now.device):
-            if if_true is None:
-                continue
-            raise HostNeededError(f"the model's code replaces its buffer {name} by one of another form")
-        with torch.no_grad():
-            before.copy_(now if if_true is None else torch.where(if_true, now, before))
-        holder[name] = before
+    changed = replaced(places)
+    held = {id(holder.get(name)) for holder, name, _ in places}
+    forms: dict[tuple[object, ...], list[tuple[Place, Tensor]]] = defaultdict(list)
+    for place, now in changed:
+        _, name, before = place
+        if id(before) in held or (before.shape, before.dtype, before.device) != (now.shape, now.dtype, now.device):
+            if if_true is not None:
+                raise HostNeededError(f"the model's code replaces its buffer {name} by one of another form, or place")
+            continue
+        forms[before.shape, before.dtype, before.device].append((place, now))
+    values = [torch.stack([now for _, now in alike]) for alike in forms.values()]  # copies, before any is written
+    for alike, now_KX in zip(forms.values(), values, strict=True):
+        befores = [before for (_, _, before), _ in alike]
+        if if_true is not None:
+            now_KX = torch.where(if_true, now_KX, torch.stack(befores))
+        torch._foreach_copy_(befores, list(now_KX.unbind()))
+        for (holder, name, before), _ in alike:
+            holder[name] = before

@@ -174,7 +174,8 @@ class PaddedForward(_GraphForward):
 
     def _again(self, tokens: Tokens) -> Again | None:
         """An eager pass, where what a graph takes for granted may not be true of some rows."""
-        decides = isinstance(self.execution, PaddedModel) and self.execution.decisions is not None
+        decisions = self.execution.decisions if isinstance(self.execution, PaddedModel) else None
+        decides = decisions is not None and decisions.grants
         return partial(self._eagerly, tokens) if decides and self._graphs.enabled and not self._eager else None
 
     def _eagerly(self, tokens: Tokens, rows: np.ndarray) -> np.ndarray:

@@ -36,8 +36,9 @@ from brimful.step.state import StepState
 from brimful.step.step import Outcome, Pending, Step
 from brimful.step.updates.fused_adamw import MOST_GRAPHS
 
-#: How often what a model's code decides may turn out to be otherwise, before its steps run eagerly.
-_MOST_RENEWED = 3
+#: How often graphs are made anew with what a model's code decides by now, before its steps run eagerly; within how many
+#: steps two batches with other decisions say that they must be.
+_MOST_RENEWED, _CLOSE = 3, 8
 
 
 class CapturedStep(Step):
@@ -53,7 +54,7 @@ class CapturedStep(Step):
     ) -> None:
         super().__init__(*arguments, **options)
         self._kernels_wait, self._probing = precompile, False
-        self._renewed = 0  # how often what the model's code decides was recorded anew
+        self._renewed, self._last_other = 0, -_CLOSE - 1  # graphs made anew; the last step with other decisions
         self._compiling: Compiling | None = None
         self._kept: Callable[[], list[Tensor]] = list
         self._room_for: tuple[int, int] | None = None  # graphs, and tokens of a pass, that there was room for
@@ -139,15 +140,16 @@ class CapturedStep(Step):
         self._probing = True
         try:
             self.update.hold_back()
-            measured = self.pool.measured(max(micro.inputs.num_tokens for micro in batch.micro_batches))
-            with measured, put_back(buffers_of(self.execution.model)):
+            model, measured = self.execution.model, max(micro.inputs.num_tokens for micro in batch.micro_batches)
+            with self.pool.measured(measured), put_back(buffers_of(model)):
                 super().run(batch)  # as a shape that is met first: it warms up what capture must not
             self.update.hold_back()
             self._hold_scale()
-            pending = self._replayed(batch)
-            if pending is None:
+            with put_back(buffers_of(model)):
+                pending = self._replayed(batch)
+                self._wait()
+            if pending is None or self._other_decisions(pending):
                 return super()._probed(batch)
-            self._wait()
             return list(pending.rows), [gradient.clone() for gradient in self._kept()]
         finally:
             self._probing, self._kept = False, list
@@ -256,31 +258,33 @@ class CapturedStep(Step):
     def _again(self) -> Callable[[Batch], Outcome] | None:
         """A way to run an eager step on a batch, where what a graph takes for granted may not be true of it."""
         if isinstance(self.execution, PaddedModel) and self.execution.decisions is not None:
-            return partial(self._eagerly, self.execution.decisions, self._renewed)
+            decisions = self.execution.decisions
+            return partial(self._eagerly, decisions, self._renewed) if decisions.grants else None
         return None
 
-    def _eagerly(self, decisions: HostDecisions, renewed: int, batch: Batch) -> Outcome:
-        """An eager step on a batch whose graph has changed nothing. It comes after those launched meanwhile.
+    def _other_decisions(self, pending: Pending) -> bool:
+        """Return whether rows of a replay may have no loss because decisions would be other ones. Waits for them."""
+        return pending.again is not None and not all(bool(rows_S.isfinite().all()) for rows_S in pending.rows)
 
-        What the model's code decides may change in the course of a run, as where it takes first batches otherwise: it
-        is recorded anew with this batch, a few times. renewed: how often it had been when the graph was launched.
+    def _eagerly(self, decisions: HostDecisions, renewed: int, batch: Batch) -> Outcome:
+        """An eager step on a batch whose graph has not changed the weights. It comes after those launched meanwhile.
+
+        What the model's code decides may change in the course of a run, as where it takes first batches otherwise: two
+        such steps close to one another, and graphs are made anew, a few times. Buffers that other micro-batches of the
+        step have written are written once more. renewed: how often graphs had been when this one was launched.
         """
-        if renewed < self._renewed:  # with a graph that is gone
-            return self._eager_outcome(batch)
-        remember = decisions.forget()
-        outcome = self._eager_outcome(batch)
-        if not outcome.applied:
-            remember()
-        elif self.is_shared or self._renewed == _MOST_RENEWED:
+        sent = replace(batch, memories=())
+        outcome = super().run(sent.sent(self.device) if batch.memories else sent).read()
+        if renewed < self._renewed or not (outcome.applied and self._graphs.enabled):
+            return outcome
+        is_close, self._last_other = batch.number - self._last_other <= _CLOSE, batch.number
+        if is_close and self._renewed == _MOST_RENEWED:
             self._graphs.stop("what the model's code decides on the host is not the same for all batches of one shape")
-        else:
+        elif is_close:
             self._renewed += 1
             self._graphs.free()
+            decisions.forget()
         return outcome
-
-    def _eager_outcome(self, batch: Batch) -> Outcome:
-        sent = replace(batch, memories=())
-        return super().run(sent.sent(self.device) if batch.memories else sent).read()
 
     def _find(
         self, key: Hashable, compute: Callable[[Tensor], Any], memory: Tensor | None = None,
