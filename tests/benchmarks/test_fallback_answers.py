@@ -18,6 +18,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def test_both_sides_answer_the_same_texts(load: Load, tmp_path: Path) -> None:
     answers = load("fallback", "answers")["answers"]
     plan = {"work": "fnet", "scale": "smoke", "shapes": ["short"], "texts": 16, "repeats": 1, "threads": 1}
+    plan |= {"max_length": None}
     rows = list(answers.architecture(plan, tmp_path, None))
     assert [row["side"] for row in rows] == ["brimful", "pipeline"]
     assert rows[0]["agreement"] == 1.0

@@ -135,7 +135,7 @@ def test_buffers_are_written_when_no_gradient_needs_them_as_they_were(captured: 
 
 
 def test_a_first_batch_is_probed_by_its_graph(captured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which finds ranges as its warm-up has found them."""
+    """The graph finds ranges as its warm-up has found them."""
     batch = ROWS.batch(0, packed=False)
     expected = step_of(started(ibert), Step).probe(batch)
     step = step_of(started(ibert), captured)
