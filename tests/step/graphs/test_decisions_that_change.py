@@ -153,6 +153,7 @@ def test_a_first_batch_of_two_micro_batches_is_probed_with_decisions_that_hold(c
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     found = step_of(model, captured).probe(batch.sent(CPU))
     np.testing.assert_allclose(found.losses_N, expected.losses_N, rtol=1e-6)
+    torch.testing.assert_close(found.gradients, expected.gradients)
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 

@@ -148,7 +148,10 @@ class CapturedStep(Step):
             with put_back(buffers_of(model)):
                 pending = self._replayed(batch)
                 self._wait()
-            if pending is None or self._other_decisions(pending):
+            if pending is not None and self._other_decisions(pending):
+                self.update.abandon()  # gradients that are not numbers
+                pending = None
+            if pending is None:
                 return super()._probed(batch)
             return list(pending.rows), [gradient.clone() for gradient in self._kept()]
         finally:
