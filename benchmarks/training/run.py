@@ -24,10 +24,9 @@ import turns
 from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
 from works import TABLE, Work, make_inputs
 
-#: Seconds of a trial's round, and its steps of warm-up: a compiled Trainer meets more shapes.
-_TRIAL_S, _WARM_UP, _COMPILED_WARM_UP = 3.0, 20, 60
-#: The same of long measurements.
-_COMPILED_LONG_WARM_UP = 120
+#: Of a trial: seconds of all its rounds, steps of warm-up, the fewest steps of a round, rounds. What is compiled, is
+#: before the warm-up.
+_TRIAL_S, _WARM_UP, _TRIAL_STEPS, _TRIAL_ROUNDS = 3.0, 20, 4, 5
 #: Seconds that a trial is expected to take by mode of compilation, and the most that it may.
 _EXPECTED_TRIAL_S = {None: 10.0, "default": 45.0, "reduce-overhead": 60.0, "max-autotune": 100.0}
 _MOST_TRIAL_S = {None: 60.0, "default": 120.0, "reduce-overhead": 150.0, "max-autotune": 200.0}
@@ -101,9 +100,9 @@ def _try(session: Session, work: Work, wanted: list[Settings]) -> None:
         kind = wanted[0]["compile"]
         alike = [each for each in wanted if each["compile"] is None] if kind is None else wanted[:1]
         wanted = [each for each in wanted if each not in alike]
-        warm_up = 2 if session.arguments.smoke else _COMPILED_WARM_UP if kind else _WARM_UP
+        warm_up = 2 if session.arguments.smoke else _WARM_UP
         plan = {"work": work.name, "side": "hf", "settings": alike, "smoke": session.arguments.smoke}
-        plan |= {"warm_up": warm_up, "steps": 10, "rounds": 1}
+        plan |= {"warm_up": warm_up, "steps": _TRIAL_STEPS, "rounds": 2 if session.arguments.smoke else _TRIAL_ROUNDS}
         plan |= {"trial_s": 0.1 if session.arguments.smoke else _TRIAL_S}
         most_s = _MOST_TRIAL_S[kind] * (_SHARED_FACTOR if turns.shared() else 1.0)
         result = session.child(plan, len(alike) * most_s)
@@ -218,8 +217,6 @@ def sweeps_at_once(session: Session, works: list[Work]) -> None:
 def measure(session: Session, work: Work, side: str, settings: Settings, all_asked: list[Settings]) -> dict[str, Any]:
     """One setting of a side of a row into the raw log. all_asked: those of this side that the row is made of."""
     plan = steps_of(session, work, side) | {"work": work.name, "side": side, "settings": [settings]}
-    if settings.get("compile") and not session.arguments.smoke:
-        plan["warm_up"] = _COMPILED_LONG_WARM_UP
     result = session.child(plan, session.arguments.timeout_s)
     found = result.pop("found")
     record = {"settings": settings, "warm_up": plan["warm_up"]} | (found[0] if found else {})

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import bisect
 import gc
+import os
+import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 import turns
 from chip import operations
+from rounds import Rounds
 from settings import BUCKETS
 from shapes import max_length
 from transformers import (
@@ -24,7 +26,6 @@ from transformers import (
     AutoTokenizer,
     DataCollatorWithPadding,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -34,7 +35,7 @@ from works import Work, data_file, model_folder, read_rows
 def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
     """One row a setting of the plan: what each round took. A setting that fails has `error` instead.
 
-    With `trial_s` in the plan, one round of about so many seconds.
+    With `trial_s` in the plan, rounds that take about so many seconds together.
     """
     yield from measure_work(Work.parse(plan["work"]), plan, inputs)
 
@@ -64,48 +65,6 @@ def measure_work(work: Any, plan: dict[str, Any], inputs: Path) -> Iterator[dict
             torch.cuda.empty_cache()
 
 
-def _turn_at(warm_up: int) -> int:
-    """The step after which other processes are to leave the GPU alone: most is compiled by then."""
-    return max(1, warm_up // 3)
-
-
-class _Clock(TrainerCallback):
-    """Notes the time at the edges of rounds, when the device has done all that it was told."""
-
-    def __init__(self, warm_up: int, steps: int) -> None:
-        self.warm_up, self.steps, self.marks, self.cpu_marks = warm_up, steps, list[float](), list[float]()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == _turn_at(self.warm_up):
-            turns.take()
-        if state.global_step >= self.warm_up and (state.global_step - self.warm_up) % self.steps == 0:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.marks.append(time.perf_counter())
-            self.cpu_marks.append(time.process_time())
-
-
-class _Trial(TrainerCallback):
-    """Ends the training when a round has taken so many seconds, and at least ten steps."""
-
-    def __init__(self, warm_up: int, seconds: float) -> None:
-        self.warm_up, self.seconds, self.steps = warm_up, seconds, 0
-        self.marks, self.cpu_marks = list[float](), list[float]()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.steps = state.global_step - self.warm_up
-        if state.global_step == _turn_at(self.warm_up):
-            turns.take()
-        now = time.perf_counter()
-        due = self.steps >= 10 and now - self.marks[0] >= self.seconds if self.marks else self.steps == 0
-        if due:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.marks.append(time.perf_counter())
-            self.cpu_marks.append(time.process_time())
-            control.should_training_stop = len(self.marks) == 2
-
-
 class _Buckets(DataCollatorWithPadding):
     """Pads a batch to the next of a few lengths."""
 
@@ -118,9 +77,19 @@ class _Buckets(DataCollatorWithPadding):
 
 class _Counting(Trainer):
     """Keeps the lengths of the rows of each step on the device, where they are read when all is over, and how many
-    tokens they are with their padding."""
+    tokens they are with their padding.
+
+    buckets, one_length: how batches are padded. step_arguments: what a step was called with, beside model and batch.
+    """
+
+    def __init__(self, *, buckets: bool, one_length: bool, **others: Any) -> None:
+        super().__init__(**others)
+        self.buckets, self.one_length = buckets, one_length
+        self.lengths, self.computed = list[torch.Tensor](), list[int]()
+        self.step_arguments: tuple[Any, ...] = ()
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **others: Any) -> Any:
+        self.step_arguments = (*arguments, *others.values())
         self.lengths.append(inputs["attention_mask"].sum(1))
         self.computed.append(inputs["attention_mask"].numel())
         return super().training_step(model, inputs, *arguments, **others)
@@ -137,7 +106,6 @@ def train_rounds(
 ) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     batch_size, workers = settings["batch_size"], settings["workers"]
-    warm_up, steps, rounds = _steps(settings, plan, len(data))
     set_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(
         model_folder(inputs, work),
@@ -145,15 +113,17 @@ def train_rounds(
         dtype=torch.float32,
         attn_implementation=settings["attention"],
     )
-    mode = settings["compile"]
-    _fix_shapes(wanted=mode is not None and settings["padding"] in ("buckets", "max_length"))
+    mode, padding = settings["compile"], settings["padding"]
+    _fix_shapes(wanted=mode is not None and padding in ("buckets", "max_length"))
     half = settings.get("precision", "bf16") == "bf16"
-    fast = {"bf16": half, "tf32": True} if cuda else {"use_cpu": True}
+    fast = {"bf16": half} if cuda else {"use_cpu": True}
+    if cuda and mode != "max-autotune":  # which reads what this sets by torch's older name, and fails
+        fast["tf32"] = True
     if workers:
         fast |= {"dataloader_persistent_workers": True}
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
-        max_steps=10**6 if "trial_s" in plan else warm_up + rounds * steps,
+        max_steps=10**6,
         per_device_train_batch_size=batch_size,
         learning_rate=1e-5,
         optim=settings["optim"],
@@ -170,14 +140,13 @@ def train_rounds(
         seed=0,
         **fast | settings.get("arguments", {}),
     )
-    padding = settings["padding"]
     collator = (_Buckets if padding == "buckets" else DataCollatorWithPadding)(
         tokenizer,
         padding="max_length" if padding == "max_length" else "longest",
         max_length=max_length(plan["smoke"]),
         pad_to_multiple_of=8 if padding == "multiple of 8" else None,
     )
-    clock = _Trial(warm_up, plan["trial_s"]) if "trial_s" in plan else _Clock(warm_up, steps)
+    clock = _clock(settings, plan, len(data))
     trainer = _Counting(
         model=model,
         args=arguments,
@@ -185,33 +154,34 @@ def train_rounds(
         data_collator=collator,
         processing_class=tokenizer,
         callbacks=[clock],
+        buckets=padding == "buckets",
+        one_length=padding == "max_length",
     )
-    trainer.lengths, trainer.computed = [], []
-    began = time.perf_counter()
+    if mode is not None and _alone():
+        clock.trainer = trainer
     trainer.train()
     lengths = [each.cpu().numpy() for each in trainer.lengths]
-    if isinstance(clock, _Trial):
-        steps, rounds = clock.steps, 1
     found = []
-    for number in range(rounds):
-        first = warm_up + number * steps
-        in_round = np.concatenate(lengths[first : first + steps])
+    for each in clock.found:
+        in_round = np.concatenate(lengths[each.first : each.end])
         found.append(
             {
-                "seconds": clock.marks[number + 1] - clock.marks[number],
-                "cpu_s": clock.cpu_marks[number + 1] - clock.cpu_marks[number],
+                "steps": each.end - each.first,
+                "seconds": each.seconds,
+                "cpu_s": each.cpu_s,
                 "samples": len(in_round),
                 "tokens": int(in_round.sum()),
-                "computed_tokens": sum(trainer.computed[first : first + steps]),
+                "computed_tokens": sum(trainer.computed[each.first : each.end]),
                 "operations": operations(model, in_round) if plan.get("operations", True) else None,
             }
         )
     return {
         "rounds": found,
-        "warm_up_s": clock.marks[0] - began,
+        "rounds_left_out": clock.left_out,
+        "warm_up_s": clock.warm_up_s,
         "peak_allocated_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
-        "steps_per_round": steps,
+        "steps_per_round": statistics.median(each["steps"] for each in found),
     }
 
 
@@ -221,13 +191,19 @@ def _fix_shapes(*, wanted: bool) -> None:
     torch._dynamo.config.recompile_limit = 64 if wanted else 8
 
 
-def _steps(settings: dict[str, Any], plan: dict[str, Any], num_rows: int) -> tuple[int, int, int]:
-    """Steps of warm-up, steps of a round, rounds. With group_by_length, whole cycles from long rows to short ones:
-    Trainer sorts by length within 50 batches, or a quarter of the rows if that is less."""
-    warm_up, steps, rounds = plan["warm_up"], plan["steps"], plan["rounds"]
+def _alone() -> bool:
+    """True if no other process makes the same steps: those of one training must all make as many."""
+    return int(os.environ.get("WORLD_SIZE", "1")) == 1
+
+
+def _clock(settings: dict[str, Any], plan: dict[str, Any], num_rows: int) -> Rounds:
+    """The rounds of a plan. With group_by_length, whole cycles from long rows to short ones: Trainer sorts by length
+    within 50 batches, or a quarter of the rows if that is less."""
+    warm_up, steps = plan["warm_up"], plan["steps"]
     if settings["batch_size"] > 32:
-        warm_up, steps = warm_up // 2, steps // 2
+        warm_up, steps = warm_up // 2, max(1, steps // 2)
     if settings["sampling"] == "group_by_length":
         cycle = max(1, min(50, num_rows // (4 * settings["batch_size"])))
         warm_up, steps = (cycle * -(-number // cycle) for number in (warm_up, steps))
-    return warm_up, steps, rounds
+    least_s = plan.get("trial_s", 0.0) / plan["rounds"]
+    return Rounds(warm_up, steps, plan["rounds"], least_s=least_s, clean=_alone())

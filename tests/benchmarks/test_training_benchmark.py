@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,10 +47,53 @@ def script(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, "--inputs", str(folder / "inputs")], capture_output=True, text=True, check=True)
 
 
-@pytest.mark.parametrize(("warm_up", "step"), [(2, 1), (4, 1), (20, 6)])
+@pytest.mark.parametrize(("warm_up", "step"), [(1, 1), (2, 1), (4, 2), (20, 10)])
 def test_a_turn_begins_within_any_warm_up(load: Load, warm_up: int, step: int) -> None:
-    side = load("training", "trainer_side")["trainer_side"]
-    assert side._turn_at(warm_up) == step
+    assert load("training", "rounds")["rounds"].turn_at(warm_up) == step
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_every_length_of_a_batch_is_met_before_the_first_round(load: Load, grouped: bool) -> None:
+    rounds, buckets = load("training", "rounds", "settings").values()
+    source = np.random.default_rng(3)
+    lengths_N = np.clip(source.lognormal(3.3, 0.5, 2000).astype(int), 3, 512)
+
+    def padded(longest: int) -> int:
+        return next(bucket for bucket in buckets.BUCKETS if bucket >= longest)
+
+    met = rounds.rows_ahead(lengths_N, 32, buckets=True, one_length=False, grouped=grouped)
+    shapes = {(len(rows), padded(max(lengths_N[rows]))) for rows in met}
+    assert len(shapes) == len(met)
+    order = np.sort(lengths_N) if grouped else source.permutation(lengths_N)
+    whole = [padded(max(order[i : i + 32])) for i in range(0, 2000 - 31, 32)]
+    assert {(32, length) for length in whole} <= shapes
+    assert {size for size, _ in shapes} == {32, 2000 % 32}
+
+
+def test_symbolic_shapes_are_met_at_three_lengths_and_one_length_once(load: Load) -> None:
+    rows_ahead = load("training", "rounds")["rounds"].rows_ahead
+    lengths_N = np.arange(1, 97)
+    met = rows_ahead(lengths_N, 32, buckets=False, one_length=False, grouped=False)
+    assert [(len(rows), max(lengths_N[rows])) for rows in met] == [(32, 32), (32, 64), (32, 96)]
+    [rows] = rows_ahead(np.full(96, 48), 32, buckets=False, one_length=True, grouped=False)
+    assert len(rows) == 32
+    [rows] = rows_ahead(np.full(5, 48), 8, buckets=True, one_length=True, grouped=False)[:1]
+    assert len(rows) == 8
+
+
+def test_a_round_in_which_torch_compiled_is_left_out(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = load("training", "rounds")["rounds"]
+    graphs = {4: 1, 5: 1}  # after these steps one more
+    state, control = SimpleNamespace(global_step=0), SimpleNamespace(should_training_stop=False)
+    monkeypatch.setattr(rounds, "compiled_graphs", lambda: sum(graphs.get(n, 0) for n in range(state.global_step + 1)))
+    for clean in (True, False):
+        clock = rounds.Rounds(2, 2, 2, clean=clean)
+        control.should_training_stop, state.global_step = False, 0
+        while not control.should_training_stop:
+            state.global_step += 1
+            clock.on_step_end(None, state, control)
+        assert [each.first for each in clock.found] == ([6, 8] if clean else [2, 4])
+        assert clock.left_out == (2 if clean else 0)
 
 
 @pytest.mark.scripts
