@@ -3,19 +3,17 @@ repeats."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+import turns
 from floor import read_pool
-from settings import fastest, next_trials
-from sides import SIDES, Answered, Run, Settings
+from sides import SIDES, Answered, Run, Settings, Side
 from works import Pool, Work
 
 #: Runs grow at most this much from one to the next: a first one says little.
@@ -65,35 +63,31 @@ def pace_of(work: Work, device: str, repeat_s: float, *, smoke: bool) -> Pace:
     )  # fmt: skip
 
 
-def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
-    """Measure each setting of the plan in `repeats`; `error` if it failed.
+def try_settings(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
+    """Try each setting of the plan in a short run, timed in this process's turn: its `texts_per_s`, or `error`."""
+    side, pool, pace = _begun(plan, inputs)
+    for each in plan["settings"]:
+        yield {
+            "settings": each,
+            **_tried(lambda each=each: {"texts_per_s": _rate(side.prepare(each), pool, pace, each)}),
+        }
 
-    With a sweep, its trials come first: what begins, then its `texts_per_s` or `error`. known: trials of before.
-    """
-    work, pace = Work.parse(plan["work"]), Pace(**plan["pace"])
-    side = SIDES[plan["side"]](work, inputs, plan["device"], smoke=plan["smoke"])
-    pool = read_pool(inputs, work)
-    chosen: list[Settings] = plan["settings"]
-    rates: dict[str, float] = {}
-    if plan["sweep"]:
-        tried = list(plan["known"])
-        about = {"flash": find_spec("flash_attn") is not None, "fixed": not work.candidates, "smoke": plan["smoke"]}
-        while wanted := next_trials(tried, plan["side"], plan["device"], **about):
-            for each in wanted:
-                yield {"begins": each}
-                found = _tried(lambda each=each: {"texts_per_s": _rate(side.prepare(each), pool, pace, each)})
-                tried.append({"settings": each, **found})
-                yield {"trial": True, **tried[-1]}
-        chosen = fastest(tried)
-        rates = {json.dumps(each["settings"]): each["texts_per_s"] for each in tried if "texts_per_s" in each}
-    whole = work.files and plan["side"] == "brimful"
-    for place, each in enumerate(chosen):
+
+def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
+    """Measure each setting of the plan in `repeats`; `error` if it failed."""
+    side, pool, pace = _begun(plan, inputs)
+    whole = Work.parse(plan["work"]).files and plan["side"] == "brimful"
+    for place, each in enumerate(plan["settings"]):
         if whole and not place:  # what is compiled is kept for all that come
             _tried(lambda each=each: {"seconds": side.prepare(each)(pool.sample(pace.file_texts)).seconds})
-        rate = rates.get(json.dumps(each))
-        measured = partial(_repeated, pool=pool, pace=pace, settings=each, rate=rate, whole=whole)
-        found = _tried(lambda each=each, measured=measured: measured(side.prepare(each)))
-        yield {"settings": each, **found}
+        measured = partial(_repeated, pool=pool, pace=pace, settings=each, whole=whole)
+        yield {"settings": each, **_tried(lambda each=each, measured=measured: measured(side.prepare(each)))}
+
+
+def _begun(plan: dict[str, Any], inputs: Path) -> tuple[Side, Pool, Pace]:
+    work = Work.parse(plan["work"])
+    side = SIDES[plan["side"]](work, inputs, plan["device"], smoke=plan["smoke"])
+    return side, read_pool(inputs, work), Pace(**plan["pace"])
 
 
 def _tried(measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -108,26 +102,37 @@ def _rate(run: Run, pool: Pool, pace: Pace, settings: Settings) -> float:
     first = 2 * settings["batch_size"] if "batch_size" in settings else pace.most // _FIRST_SHARE
     number = min(max(pace.first, first), pace.most)
     run(pool.sample(number))
-    while True:
-        seconds = run(pool.sample(number)).seconds
-        if seconds >= pace.sweep_s or number == pace.most:
-            return number / seconds
-        number = min(pace.most, math.ceil(number * min(_GROWTH, 1.5 * pace.sweep_s / seconds)))
+    turns.take()
+    try:
+        while True:
+            seconds = run(pool.sample(number)).seconds
+            grown = whole_batches(math.ceil(number * min(_GROWTH, 1.5 * pace.sweep_s / seconds)), settings)
+            if seconds >= pace.sweep_s or min(grown, pace.most) <= number:
+                return number / seconds
+            number = min(grown, pace.most)
+    finally:
+        turns.give()
 
 
-def _repeated(
-    run: Run, pool: Pool, pace: Pace, settings: Settings, *, rate: float | None, whole: bool
-) -> dict[str, Any]:
-    """Repeats of one sample. rate: texts a second of the sweep, after which nothing is cold any more; None without one.
+def whole_batches(number: int, settings: Settings) -> int:
+    """Return this many texts, or fewer that fill whole batches where a smaller last one would be compiled anew."""
+    if not settings.get("compile"):
+        return number
+    batch_size: int = settings["batch_size"]
+    return max(1, number // batch_size) * batch_size
+
+
+def _repeated(run: Run, pool: Pool, pace: Pace, settings: Settings, *, whole: bool) -> dict[str, Any]:
+    """Repeats of one sample, of about `repeat_s` each.
 
     whole: always `file_texts`, as each run begins with loading the model, and none that does not count.
     """
     number = pace.file_texts
     if not whole:
-        swept = rate or _rate(run, pool, pace, settings)
+        swept = _rate(run, pool, pace, settings)
         number = min(pace.most, max(pace.first, math.ceil(swept * pace.repeat_s)))
         # No text twice, unless all of them are done too soon to be timed.
-        number = min(number, max(pool.distinct, math.ceil(swept * _SHORTEST_S)))
+        number = whole_batches(min(number, max(pool.distinct, math.ceil(swept * _SHORTEST_S))), settings)
     sample = pool.sample(number)
     if not whole:
         run(sample)

@@ -3,8 +3,9 @@
     python benchmarks/classification/run.py --output OUTPUT --tokenizer FOLDER --budget-s 580
 
 On a GPU, or with --device cpu without one, and with nothing from a network. Each side of a row is a process of its own,
-one after the other in one call; what is in the raw log is not measured again, so call it until no row is left.
-README.md says how to read it.
+one after the other in one call; what is in the raw log is not measured again, so call it until no row is left. With
+--at-once, sweeps of several rows share the GPU by turns; what they found fastest is measured alone. README.md says how
+to read it.
 """
 
 from __future__ import annotations
@@ -20,17 +21,23 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))
 
 import report
+import turns
 from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
-from settings import first_trials
+from settings import fastest, next_trials
 from works import CPU_TABLE, TABLE, Work, make_inputs
 
 _SIDES = ("pipeline", "crossencoder", "brimful")
 _PRECISIONS = {"cuda": ["bf16", "fp16"], "cpu": ["auto", "fp32"]}
 #: Seconds that a measurement is expected to take, before the raw log knows better.
 _EXPECTED_S = {
-    "cuda": {"limits": 15.0, "pipeline": 30.0, "crossencoder": 30.0, "brimful": 75.0},
+    "cuda": {"limits": 15.0, "pipeline": 60.0, "crossencoder": 50.0, "brimful": 60.0},
     "cpu": {"limits": 15.0, "pipeline": 120.0, "crossencoder": 60.0, "brimful": 60.0},
 }
+#: Seconds that a trial is expected to take by mode of compilation, and the most that it may.
+_EXPECTED_TRIAL_S = {None: 4.0, "default": 40.0, "reduce-overhead": 40.0, "max-autotune": 90.0}
+_MOST_TRIAL_S = {None: 40.0, "default": 120.0, "reduce-overhead": 120.0, "max-autotune": 200.0}
+#: How much longer a trial may take on a CPU, and where others work beside it.
+_CPU_FACTOR, _SHARED_FACTOR = 10.0, 2.0
 _EXPECTED_MORE_S = {"large": 15.0, "modernbert": 15.0}
 
 
@@ -40,16 +47,18 @@ def sides_of(session: Session, work: Work) -> list[str]:
     return [side for side in session.arguments.sides if not (side == "crossencoder" and missing)]
 
 
+def trials(session: Session, work: Work, side: str) -> list[dict[str, Any]]:
+    """What this machine tried of another library's settings on this row: `settings`, and `texts_per_s` or `error`."""
+    wanted = {"work": work.for_others, "side": side, "device": session.arguments.device}
+    kept = ("settings", "texts_per_s", "error")
+    known = session.known("trial", here=True, **wanted)
+    return [{key: record[key] for key in kept if key in record} for record in known]
+
+
 def settings_of(session: Session, work: Work, side: str) -> list[dict[str, Any]]:
-    """Settings to try for a side of a row."""
-    arguments = session.arguments
-    device, smoke = arguments.device, arguments.smoke
-    if side == "brimful":
-        return _own_settings(session, work)
-    return first_trials(side, device, smoke=smoke)  # its sweep goes on from there
-
-
-def _own_settings(session: Session, work: Work) -> list[dict[str, Any]]:
+    """Settings of a side of a row that are measured in repeats."""
+    if side != "brimful":
+        return fastest(trials(session, work, side))
     arguments = session.arguments
     precisions = ["fp8"] if work.fp8 else arguments.precisions or _PRECISIONS[arguments.device]
     execution = arguments.execution or ("compiled" if arguments.device == "cuda" and not work.files else "auto")
@@ -62,29 +71,65 @@ def _own_settings(session: Session, work: Work) -> list[dict[str, Any]]:
     return found
 
 
-def plan_of(session: Session, work: Work, side: str) -> dict[str, Any]:
+def sweep(session: Session, work: Work, side: str) -> bool:
+    """Try another library's settings on one row, round by round; False if the time was not enough.
+
+    Settings that are not compiled share a process, a compiled one has its own. One that ends its process, or takes too
+    long, has failed, and the rest goes on without it.
+    """
+    arguments = session.arguments
+    about = {"flash": find_spec("flash_attn") is not None, "fixed": not work.candidates, "smoke": arguments.smoke}
+    while wanted := next_trials(trials(session, work, side), side, arguments.device, **about):
+        kind = wanted[0]["compile"]
+        alike = [each for each in wanted if each["compile"] is None] if kind is None else wanted[:1]
+        if not session.fits(_EXPECTED_TRIAL_S[kind] * len(alike)):
+            return False
+        most_s = _MOST_TRIAL_S[kind] * (_CPU_FACTOR if arguments.device == "cpu" else 1.0)
+        most_s *= _SHARED_FACTOR if turns.shared() else 1.0
+        say(f"{work.name}, {side}: {len(alike)} settings, compile {kind}")
+        plan = plan_of(session, work, side, alike) | {"trial": True}
+        result = session.child(plan, len(alike) * most_s)
+        about_work = {"work": work.for_others, "side": side, "device": arguments.device}
+        for each in result["found"]:
+            session.add(kind="trial", **about_work, **each)
+        failed = alike[len(result["found"]) :]
+        if failed and not session.fits(0):
+            return False  # cut by the budget, which says nothing of the setting
+        if failed:
+            error = result["error"] or "no result"
+            say(f"{work.name}, {side}, {json.dumps(failed[0])}: {error}")
+            session.add(kind="trial", **about_work, settings=failed[0], error=error)
+    return True
+
+
+def sweeps_at_once(session: Session, works: list[Work]) -> None:
+    """Sweeps the rows by several processes that share the GPU by turns."""
+    swept = {(work.for_others, side): work for work in works for side in sides_of(session, work) if side != "brimful"}
+    turns.begin(session.arguments.output.resolve())
+    try:
+        with session.lanes(session.arguments.at_once) as lanes:
+            for each in [lanes.submit(sweep, session, work, side) for (_, side), work in swept.items()]:
+                each.result()
+    finally:
+        turns.end()
+
+
+def plan_of(session: Session, work: Work, side: str, settings: list[dict[str, Any]]) -> dict[str, Any]:
     """Plan of one measuring process."""
     arguments = session.arguments
-    return {
-        "work": work.name,
-        "side": side,
-        "device": arguments.device,
-        "smoke": arguments.smoke,
-        "settings": settings_of(session, work, side),
-        "sweep": side != "brimful",
-    }
+    about = {"device": arguments.device, "smoke": arguments.smoke, "repeat_s": arguments.repeat_s}
+    return {"work": work.name, "side": side, "settings": settings, **about}
 
 
 def complete(session: Session, work: Work) -> bool:
-    """True if one call has measured all settings of the row."""
-    sides = sides_of(session, work)
-    calls = {r["call"] for r in session.known("row", work=work.name, ok=True)}
+    """True if one call has measured all sides of the row, and ours with all settings that are asked for."""
+    asked = {"asked": settings_of(session, work, "brimful")}
     return any(
         all(
-            session.known("row", work=work.name, call=call, side=side, asked=settings_of(session, work, side), ok=True)
-            for side in sides
+            session.known("row", work=work.name, call=call, side=side, ok=True, **(asked if side == "brimful" else {}))
+            for side in sides_of(session, work)
         )
-        for call in calls
+        for call in {r["call"] for r in session.known("row", work=work.name, ok=True)}
     )
 
 
@@ -100,15 +145,22 @@ def expected_s(session: Session, work: Work, side: str) -> float:
 def row(session: Session, work: Work) -> bool:
     """Measures all sides of one row; False if there is no time for it, or if one of them failed."""
     sides = sides_of(session, work)
+    if not all(sweep(session, work, side) for side in sides if side != "brimful"):
+        return False
     if not session.fits(sum(expected_s(session, work, side) for side in sides)):
         return False
     well = True
     for side in sides:
         say(f"{work.name}: {side}")
-        plan = plan_of(session, work, side)
-        result = _measured(session, work, plan)
-        if result is None:
+        tried = [] if side == "brimful" else trials(session, work, side)
+        asked = settings_of(session, work, side)
+        if not asked:
+            say(f"{work.name}: {side} worked with no setting")
+            return False
+        result = session.child(plan_of(session, work, side, asked), session.arguments.timeout_s)
+        if not result["ok"] and not session.fits(0):
             return False  # cut by the budget, which says nothing of the setting
+        versions = next((each["versions"] for each in result["found"]), {}) | {"driver": session.nvml.driver}
         if result["ok"] and not any("repeats" in each for each in result["found"]):
             errors = [each["error"] for each in result["found"] if "error" in each]
             result |= {"ok": False, "error": errors[-1] if errors else "nothing was measured"}
@@ -117,44 +169,10 @@ def row(session: Session, work: Work) -> bool:
         for each in result["found"]:
             if "error" in each:
                 say(f"{work.name}, {side}, {json.dumps(each['settings'])}: {each['error']}")
-        session.add(kind="row", work=work.name, side=side, sides=sides, asked=plan["settings"], **result)
+        result["found"] = [*tried, *result["found"]]
+        session.add(kind="row", work=work.name, side=side, sides=sides, asked=asked, versions=versions, **result)
         well = well and result["ok"]
     return well
-
-
-def _measured(session: Session, work: Work, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """One side of a row, its trials into the raw log as they are made; None if the budget cut it.
-
-    A trial that takes longer than a process may, or that ends it, has failed, and the rest goes on without it.
-    """
-    wanted = {"work": work.name, "side": plan["side"], "device": plan["device"]}
-    while True:
-        known = [_trial(r) for r in session.known("trial", here=True, **wanted)]
-        told = {"repeat_s": session.arguments.repeat_s, "known": known}
-        result = session.child(plan | told, session.arguments.timeout_s)
-        versions: dict[str, Any] = {}
-        found, begun = [], None
-        for each in result.pop("found"):
-            versions = each.pop("versions", versions)
-            if "begins" in each:
-                begun = each["begins"]
-            elif each.pop("trial", False):
-                begun = None
-                session.add(kind="trial", **wanted, **each)
-            else:
-                found.append(each)
-        if not result["ok"] and not session.fits(0):
-            return None
-        if not result["ok"] and begun is not None:
-            say(f"{work.name}, {plan['side']}, {json.dumps(begun)}: {result['error']}")
-            session.add(kind="trial", **wanted, settings=begun, error=result["error"])
-            continue
-        tried = [_trial(r) for r in session.known("trial", here=True, **wanted)]
-        return result | {"found": [*tried, *found], "versions": versions | {"driver": session.nvml.driver}}
-
-
-def _trial(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: record[key] for key in ("settings", "texts_per_s", "error") if key in record}
 
 
 def one(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> Iterator[dict[str, Any]]:
@@ -169,15 +187,17 @@ def one(plan: dict[str, Any], inputs: Path, tokenizer: str | None) -> Iterator[d
     if plan["side"] == "limits":
         from floor import limits
 
+        for name in plan["work"]:
+            make_inputs(inputs, Work.parse(name), tokenizer, smoke=plan["smoke"])
         yield limits(torch.device(plan["device"]), smoke=plan["smoke"])
         return
-    from pace import measure, pace_of
+    from pace import measure, pace_of, try_settings
 
     work = Work.parse(plan["work"])
     make_inputs(inputs, work, tokenizer, smoke=plan["smoke"])
     pace = pace_of(work, plan["device"], plan["repeat_s"], smoke=plan["smoke"])
     versions = versions_here("sentence-transformers")
-    for found in measure(plan | {"pace": asdict(pace)}, inputs):
+    for found in (try_settings if plan.get("trial") else measure)(plan | {"pace": asdict(pace)}, inputs):
         yield found | {"versions": versions}
 
 
@@ -208,14 +228,17 @@ def run(session: Session, works: list[Work]) -> list[str]:
         return []
     if "crossencoder" in session.arguments.sides and find_spec("sentence_transformers") is None:
         say("sentence-transformers is not installed: there is no CrossEncoder to compare with")
-    say("limits of the machine")
+    say("files for all sides, and the limits of the machine")
     arguments = session.arguments
-    plan = {"side": "limits", "device": arguments.device, "smoke": arguments.smoke}
+    names = [work.name for work in works]
+    plan = {"side": "limits", "work": names, "device": arguments.device, "smoke": arguments.smoke}
     result = session.child(plan, arguments.timeout_s)
     found = result.pop("found")
     session.add(kind="limits", limits=found[0] if found else None, **result)
     if not result["ok"]:
         sys.exit(f"the limits of this machine could not be measured: {result['error']}")
+    if arguments.at_once > 1:
+        sweeps_at_once(session, works)
     left = []
     for work in works:
         if not row(session, work):
@@ -230,6 +253,7 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=_SIDES, default=list(_SIDES), help="default: all")
     parser.add_argument("--repeat-s", type=float, help="seconds of one repeat, about; default: 2, on a CPU 5")
     parser.add_argument("--precisions", nargs="+", help="brimful's; default: bf16 fp16, on a CPU auto fp32")
+    parser.add_argument("--at-once", type=int, default=1, help="sweeps that share the GPU by turns")
     parser.add_argument("--execution", help="brimful's; default: compiled, from file to file and on a CPU auto")
     arguments = parser.parse_args()
     arguments.inputs = arguments.inputs or default_inputs("classification", smoke=arguments.smoke)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,11 @@ class Work:
     def name(self) -> str:
         """The name that `parse` reads."""
         return f"{'parquet/' if self.files else ''}{self.task}/{self.size}{'-fp8' if self.fp8 else ''}"
+
+    @property
+    def for_others(self) -> str:
+        """The name of the row as other libraries see it, which have no fp8."""
+        return replace(self, fp8=False).name
 
     @property
     def corpus(self) -> str:

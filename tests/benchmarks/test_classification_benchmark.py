@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ def script(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.scripts
 def test_measures_all_sides_of_a_row_once(tmp_path: Path) -> None:
-    words = ("--precisions", "fp32", "--rows", "tweets/minilm")
+    words = ("--precisions", "fp32", "--at-once", "2", "--rows", "tweets/minilm")
     first = script(tmp_path, *words)
     assert "| tweets/minilm | brimful |" in first.stdout
     assert "not measured yet" not in first.stdout
@@ -131,12 +131,42 @@ def test_a_sweep_of_what_never_works_ends(parts: dict[str, ModuleType]) -> None:
     assert settings.fastest([]) == []
 
 
+def test_compiled_settings_are_tried_on_whole_batches(parts: dict[str, ModuleType]) -> None:
+    """A smaller last batch would be compiled within the time."""
+    pace, numbers = parts["pace"], list[int]()
+
+    def run(number: int) -> Any:
+        numbers.append(number)
+        return parts["sides"].Answered(seconds=number / 1100)
+
+    pool = SimpleNamespace(sample=lambda number: number)
+    for compiled, rounded in (("default", True), (None, False)):
+        settings = parts["settings"].BASE | {"batch_size": 48, "compile": compiled}
+        steps = pace.pace_of(parts["works"].Work.parse("tweets/minilm"), "cuda", 2.0, smoke=False)
+        numbers.clear()
+        assert pace._rate(run, pool, steps, settings) == pytest.approx(1100)
+        assert len(numbers) > 2
+        assert all(number % 48 == 0 for number in numbers) is rounded
+    assert pace.whole_batches(1, settings | {"compile": "default"}) == 48
+
+
+def test_a_trial_that_fails_leaves_the_others(parts: dict[str, ModuleType], tmp_path: Path) -> None:
+    works, pace = parts["works"], parts["pace"]
+    work = works.Work.parse("tweets/minilm")
+    works.make_inputs(tmp_path, work, None, smoke=True)
+    settings = [parts["settings"].BASE | {"batch_size": 4, "sorted": False, "dtype": dtype} for dtype in ("f1", "fp32")]
+    plan = {"work": work.name, "side": "pipeline", "device": "cpu", "smoke": True, "settings": settings}
+    failed, tried = pace.try_settings(plan | {"pace": vars(pace.pace_of(work, "cpu", 1.0, smoke=True))}, tmp_path)
+    assert "f1" in failed["error"]
+    assert tried["texts_per_s"] > 0
+
+
 def test_files_are_measured_from_parquet_to_parquet(parts: dict[str, ModuleType], tmp_path: Path) -> None:
     works, pace = parts["works"], parts["pace"]
     work = works.Work.parse("parquet/tweets/minilm")
     works.make_inputs(tmp_path, work, None, smoke=True)
     steps = vars(pace.pace_of(work, "cpu", 1.0, smoke=True))
-    plan = {"work": work.name, "side": "brimful", "device": "cpu", "smoke": True, "sweep": False, "pace": steps}
+    plan = {"work": work.name, "side": "brimful", "device": "cpu", "smoke": True, "pace": steps}
     settings = [{"precision": "fp32", "execution": "auto"}, {"precision": "int3", "execution": "auto"}]
     whole, failed = pace.measure(plan | {"settings": settings}, tmp_path)
     assert len(whole["repeats"]) == len(whole["start_s"]) == 2
