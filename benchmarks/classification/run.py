@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))
 
 import report
+import sweeps
 import turns
 from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
 from settings import fastest, next_trials
@@ -71,47 +73,49 @@ def settings_of(session: Session, work: Work, side: str) -> list[dict[str, Any]]
     return found
 
 
-def sweep(session: Session, work: Work, side: str) -> bool:
-    """Try another library's settings on one row, round by round; False if the time was not enough.
+def wanted_of(session: Session, row: tuple[Work, str]) -> list[dict[str, Any]]:
+    """What the sweep of a side of a row tries next."""
+    work, side = row
+    about = {
+        "flash": find_spec("flash_attn") is not None,
+        "fixed": not work.candidates,
+        "smoke": session.arguments.smoke,
+    }
+    return next_trials(trials(session, work, side), side, session.arguments.device, **about)
 
-    Settings that are not compiled share a process, a compiled one has its own. One that ends its process, or takes too
-    long, has failed, and the rest goes on without it.
-    """
-    arguments = session.arguments
-    about = {"flash": find_spec("flash_attn") is not None, "fixed": not work.candidates, "smoke": arguments.smoke}
-    while wanted := next_trials(trials(session, work, side), side, arguments.device, **about):
-        kind = wanted[0]["compile"]
-        alike = [each for each in wanted if each["compile"] is None] if kind is None else wanted[:1]
-        if not session.fits(_EXPECTED_TRIAL_S[kind] * len(alike)):
+
+def sweep(session: Session, work: Work, side: str) -> bool:
+    """Try another library's settings on one row, round by round; False if the time was not enough."""
+    while groups := sweeps.alike(wanted_of(session, (work, side))):
+        tried = [_try(session, (work, side), each) for each in groups]
+        if not all(tried):
             return False
-        most_s = _MOST_TRIAL_S[kind] * (_CPU_FACTOR if arguments.device == "cpu" else 1.0)
-        most_s *= _SHARED_FACTOR if turns.shared() else 1.0
-        say(f"{work.name}, {side}: {len(alike)} settings, compile {kind}")
-        plan = plan_of(session, work, side, alike) | {"trial": True}
-        result = session.child(plan, len(alike) * most_s)
-        about_work = {"work": work.for_others, "side": side, "device": arguments.device}
-        for each in result["found"]:
-            session.add(kind="trial", **about_work, **each)
-        failed = alike[len(result["found"]) :]
-        if failed and not session.fits(0):
-            return False  # cut by the budget, which says nothing of the setting
-        if failed:
-            error = result["error"] or "no result"
-            say(f"{work.name}, {side}, {json.dumps(failed[0])}: {error}")
-            session.add(kind="trial", **about_work, settings=failed[0], error=error)
     return True
 
 
-def sweeps_at_once(session: Session, works: list[Work]) -> None:
-    """Sweeps the rows by several processes that share the GPU by turns."""
-    swept = {(work.for_others, side): work for work in works for side in sides_of(session, work) if side != "brimful"}
-    turns.begin(session.arguments.output.resolve())
-    try:
-        with session.lanes(session.arguments.at_once) as lanes:
-            for each in [lanes.submit(sweep, session, work, side) for (_, side), work in swept.items()]:
-                each.result()
-    finally:
-        turns.end()
+def _try(session: Session, row: tuple[Work, str], wanted: list[dict[str, Any]]) -> bool:
+    """Trials of one process into the raw log; False if there was no time for all. One that ends its process, or takes
+    too long, is recorded as failed, and the rest goes on without it."""
+    (work, side), kind, device = row, wanted[0]["compile"], session.arguments.device
+    most_s = _MOST_TRIAL_S[kind] * (_CPU_FACTOR if device == "cpu" else 1.0)
+    most_s *= _SHARED_FACTOR if turns.shared() else 1.0
+    record = {"kind": "trial", "work": work.for_others, "side": side, "device": device}
+    while wanted:
+        if not session.fits(_EXPECTED_TRIAL_S[kind] * len(wanted)):
+            return False
+        say(f"{work.name}, {side}: {len(wanted)} settings, compile {kind}")
+        result = session.child(plan_of(session, work, side, wanted) | {"trial": True}, len(wanted) * most_s)
+        for each in result["found"]:
+            session.add(**record, **each)
+        wanted = wanted[len(result["found"]) :]
+        if wanted and not session.fits(0):
+            return False  # cut by the budget, which says nothing of the setting
+        if wanted:
+            failed, *wanted = wanted
+            error = result["error"] or "no result"
+            say(f"{work.name}, {side}, {json.dumps(failed)}: {error}")
+            session.add(**record, settings=failed, error=error)
+    return True
 
 
 def plan_of(session: Session, work: Work, side: str, settings: list[dict[str, Any]]) -> dict[str, Any]:
@@ -238,7 +242,9 @@ def run(session: Session, works: list[Work]) -> list[str]:
     if not result["ok"]:
         sys.exit(f"the limits of this machine could not be measured: {result['error']}")
     if arguments.at_once > 1:
-        sweeps_at_once(session, works)
+        swept = {(work.for_others, side): (work, side) for work in works for side in sides_of(session, work)}
+        rows = [row for row in swept.values() if row[1] != "brimful"]
+        sweeps.at_once(session, rows, partial(wanted_of, session), partial(_try, session))
     left = []
     for work in works:
         if not row(session, work):

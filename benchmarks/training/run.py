@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import report
 import settings as trainer_settings
+import sweeps
 import turns
 from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
 from works import TABLE, Work, make_inputs
 
-#: Of a trial: seconds of all its rounds, steps of warm-up, the fewest steps of a round, rounds. What is compiled, is
-#: before the warm-up.
-_TRIAL_S, _WARM_UP, _TRIAL_STEPS, _TRIAL_ROUNDS = 3.0, 20, 4, 5
+Settings = dict[str, Any]
+#: Of a trial: steps of warm-up, before which all is compiled, the fewest steps of a round, rounds, and their seconds.
+_TRIAL: Settings = {"warm_up": 20, "steps": 4, "rounds": 5, "trial_s": 3.0}
 #: Seconds that a trial is expected to take by mode of compilation, and the most that it may.
 _EXPECTED_TRIAL_S = {None: 10.0, "default": 45.0, "reduce-overhead": 60.0, "max-autotune": 100.0}
 _MOST_TRIAL_S = {None: 60.0, "default": 120.0, "reduce-overhead": 150.0, "max-autotune": 200.0}
@@ -35,7 +37,6 @@ _SHARED_FACTOR = 2.0
 #: Seconds that a measurement is expected to take, before the raw log knows better.
 _EXPECTED_S = {"limits": 45.0, "hf": 60.0, "brimful": 30.0}
 _EXPECTED_MORE_S = {"large": 15.0, "modernbert": 15.0}
-Settings = dict[str, Any]
 
 
 def expected_s(session: Session, kind: str, work: Work, side: str | None = None) -> float:
@@ -76,48 +77,39 @@ def _swept_s(session: Session, work: Work) -> float:
 
 def sweep(session: Session, work: Work) -> bool:
     """Try Trainer's settings on one row, round by round; False if the time was not enough."""
-    if find_spec("flash_attn") is None and not trials(session, work):
-        say(f"{work.name}: FlashAttention-2 is not installed, and not tried")
-    while wanted := next_trials(session, work):
-        fitting, total_s = [], 0.0
-        for each in wanted:
-            total_s += _EXPECTED_TRIAL_S[each["compile"]] + _EXPECTED_MORE_S.get(work.size, 0.0)
-            if session.fits(total_s):
-                fitting.append(each)
-        if not fitting:
-            return False
-        _try(session, work, fitting)
-        if not session.fits(0):
+    while groups := sweeps.alike(next_trials(session, work)):
+        tried = [_try(session, work, each) for each in groups]
+        if not all(tried):
             return False
     return True
 
 
-def _try(session: Session, work: Work, wanted: list[Settings]) -> None:
-    """Trials into the raw log, as long as the sweep may take. One that ends its process is recorded as failed."""
-    while wanted and _swept_s(session, work) < session.arguments.sweep_s:
+def _try(session: Session, work: Work, wanted: list[Settings]) -> bool:
+    """Trials of one process into the raw log, as long as the sweep may take; False if there was no time for all. One
+    that ends its process is recorded as failed, and the rest goes on without it."""
+    kind = wanted[0]["compile"]
+    most_s = _MOST_TRIAL_S[kind] * (_SHARED_FACTOR if turns.shared() else 1.0)
+    while wanted:
+        expected = len(wanted) * (_EXPECTED_TRIAL_S[kind] + _EXPECTED_MORE_S.get(work.size, 0.0))
+        if _swept_s(session, work) >= session.arguments.sweep_s:
+            return True
+        if not session.fits(expected):
+            return False
         say(f"{work.name}: Trainer with {'; '.join(trainer_settings.changed(each) for each in wanted)}")
-        # Those that are not compiled share a process, for which the others are too long: a limit may fall between them.
-        kind = wanted[0]["compile"]
-        alike = [each for each in wanted if each["compile"] is None] if kind is None else wanted[:1]
-        wanted = [each for each in wanted if each not in alike]
-        warm_up = 2 if session.arguments.smoke else _WARM_UP
-        plan = {"work": work.name, "side": "hf", "settings": alike, "smoke": session.arguments.smoke}
-        plan |= {"warm_up": warm_up, "steps": _TRIAL_STEPS, "rounds": 2 if session.arguments.smoke else _TRIAL_ROUNDS}
-        plan |= {"trial_s": 0.1 if session.arguments.smoke else _TRIAL_S}
-        most_s = _MOST_TRIAL_S[kind] * (_SHARED_FACTOR if turns.shared() else 1.0)
-        result = session.child(plan, len(alike) * most_s)
-        found = result["found"]
-        for each in found:
+        plan = {"work": work.name, "side": "hf", "settings": wanted, "smoke": session.arguments.smoke}
+        plan |= {"warm_up": 2, "steps": 2, "rounds": 2, "trial_s": 0.1} if session.arguments.smoke else _TRIAL
+        result = session.child(plan, len(wanted) * most_s)
+        for each in result["found"]:
             seconds = sum(r["seconds"] for r in each.get("rounds", ())) + each.get("warm_up_s", 0.0)
             session.add(kind="trial", work=work.for_trainer, wall_s=round(seconds, 1), ok="rounds" in each, **each)
-        if not result["ok"] and not session.fits(0):
-            return  # cut by the budget, which says nothing of the setting
-        if len(found) < len(alike):
-            failed, *others = alike[len(found) :]
-            spent_s = result["wall_s"]
+        wanted = wanted[len(result["found"]) :]
+        if wanted and not result["ok"] and not session.fits(0):
+            return False  # cut by the budget, which says nothing of the setting
+        if wanted:
+            failed, *wanted = wanted
             error = {"settings": failed, "error": result["error"] or "no result"}
-            session.add(kind="trial", work=work.for_trainer, wall_s=spent_s, ok=False, **error)
-            wanted = others + wanted
+            session.add(kind="trial", work=work.for_trainer, wall_s=result["wall_s"], ok=False, **error)
+    return True
 
 
 def steps_of(session: Session, work: Work, side: str) -> dict[str, Any]:
@@ -200,18 +192,6 @@ def rows_at_once(session: Session, works: list[Work]) -> None:
     measure_side("brimful", 1)
     turns.begin(session.arguments.output.resolve())
     measure_side("hf", session.arguments.at_once)
-
-
-def sweeps_at_once(session: Session, works: list[Work]) -> None:
-    """Sweeps the rows by several processes that share the GPU by turns, each sweep in its own order."""
-    swept = {work.for_trainer: work for work in works}
-    turns.begin(session.arguments.output.resolve())
-    try:
-        with session.lanes(session.arguments.at_once) as lanes:
-            for each in [lanes.submit(sweep, session, work) for work in swept.values()]:
-                each.result()
-    finally:
-        turns.end()
 
 
 def measure(session: Session, work: Work, side: str, settings: Settings, all_asked: list[Settings]) -> dict[str, Any]:
@@ -318,7 +298,11 @@ def run(session: Session, works: list[Work]) -> list[str]:
     if not result["ok"]:
         sys.exit(f"the limits of this machine could not be measured: {result['error']}")
     if session.arguments.at_once > 1:
-        (rows_at_once if session.arguments.no_sweep else sweeps_at_once)(session, works)
+        if session.arguments.no_sweep:
+            rows_at_once(session, works)
+        else:
+            swept = list({work.for_trainer: work for work in works}.values())
+            sweeps.at_once(session, swept, partial(next_trials, session), partial(_try, session))
     by_turns = session.arguments.at_once > 1 and session.arguments.no_sweep
     left = []
     for work in works:

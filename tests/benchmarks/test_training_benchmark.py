@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -209,3 +211,30 @@ def test_what_a_rows_shape_leaves_out_is_not_tried(parts: dict[str, ModuleType])
         32,
         128,
     }
+
+
+def test_sweeps_at_once_try_the_likeliest_of_every_row_first(load: Load, tmp_path: Path) -> None:
+    sweeps = load("training", "sweeps")["sweeps"]
+    asked = [{"compile": "default"}, {"compile": None, "n": 1}, {"compile": "max-autotune"}, {"compile": None, "n": 2}]
+    assert sweeps.alike(asked) == [[asked[0]], [asked[1], asked[3]], [asked[2]]]
+    rounds = {"a": iter([asked, asked[:1], []]), "b": iter([asked[2:3], [], []]), "c": iter([[], [], []])}
+    order: list[tuple[str, list[dict[str, Any]]]] = []
+
+    def attempt(row: str, settings: list[dict[str, Any]]) -> bool:
+        order.append((row, settings))
+        return True
+
+    @contextmanager
+    def lanes(number: int) -> Iterator[ThreadPoolExecutor]:
+        assert number == 1
+        with ThreadPoolExecutor(number) as pool:
+            yield pool
+
+    session = SimpleNamespace(arguments=SimpleNamespace(output=tmp_path, at_once=1), lanes=lanes)
+    sweeps.at_once(session, rounds, lambda row: next(rounds[row]), attempt)
+    first = [("a", [asked[0]]), ("b", [asked[2]]), ("a", [asked[1], asked[3]]), ("a", [asked[2]])]
+    assert order == [*first, ("a", [asked[0]])]
+    assert not sweeps.turns.shared()
+    tries = list[str]()
+    sweeps.at_once(session, ["d"], lambda row: asked, lambda row, settings: bool(tries.append(row)))  # no time
+    assert len(tries) == 3
