@@ -178,6 +178,7 @@ def train_rounds(
     return {
         "rounds": found,
         "rounds_left_out": clock.left_out,
+        "shapes_not_met": clock.not_met,
         "warm_up_s": clock.warm_up_s,
         "peak_allocated_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
