@@ -32,8 +32,8 @@ _TRIAL: Settings = {"warm_up": 20, "steps": 4, "rounds": 5, "trial_s": 3.0}
 #: Seconds that a trial is expected to take by mode of compilation, and the most that it may.
 _EXPECTED_TRIAL_S = {None: 10.0, "default": 45.0, "reduce-overhead": 60.0, "max-autotune": 100.0}
 _MOST_TRIAL_S = {None: 60.0, "default": 120.0, "reduce-overhead": 150.0, "max-autotune": 200.0}
-#: How much longer a trial may take where others compile beside it.
-_SHARED_FACTOR = 2.0
+#: How much longer a trial may take where others compile beside it, and of models whose compiling takes longer.
+_SHARED_FACTOR, _LARGE_FACTOR = 2.0, {"large": 2.0, "modernbert": 2.0}
 #: Seconds that a measurement is expected to take, before the raw log knows better.
 _EXPECTED_S = {"limits": 45.0, "hf": 60.0, "brimful": 30.0}
 _EXPECTED_MORE_S = {"large": 15.0, "modernbert": 15.0}
@@ -88,7 +88,7 @@ def _try(session: Session, work: Work, wanted: list[Settings]) -> bool:
     """Trials of one process into the raw log, as long as the sweep may take; False if there was no time for all. One
     that ends its process is recorded as failed, and the rest goes on without it."""
     kind = wanted[0]["compile"]
-    most_s = _MOST_TRIAL_S[kind] * (_SHARED_FACTOR if turns.shared() else 1.0)
+    most_s = _MOST_TRIAL_S[kind] * _LARGE_FACTOR.get(work.size, 1.0) * (_SHARED_FACTOR if turns.shared() else 1.0)
     while wanted:
         expected = len(wanted) * (_EXPECTED_TRIAL_S[kind] + _EXPECTED_MORE_S.get(work.size, 0.0))
         if _swept_s(session, work) >= session.arguments.sweep_s:
