@@ -157,6 +157,15 @@ def test_what_does_not_fit_a_packed_row(lengths: list[int], shape: PackedShape) 
         packed_inputs(sequences(lengths), shape, padding_id=PADDING)
 
 
+def test_a_sequence_of_no_tokens_does_not_fit() -> None:
+    ids, shape = sequences([3, 2]), PackedShape(num_tokens=10, num_slots=3, max_length=8)
+    ids.insert(1, ids[0][:0])
+    with pytest.raises(ValueError, match="of 3 sequences one is empty"):
+        packed_inputs(ids, shape, padding_id=PADDING)
+    with pytest.raises(ValueError, match="of 3 sequences one is empty"):
+        pack_numbers(np.concatenate(ids), np.array([3, 0, 2]), shape, padding_id=PADDING)
+
+
 @pytest.mark.parametrize(("lengths", "num_rows", "length"), [([3, 3], 1, 4), ([5], 2, 4), ([], 2, 4)])
 def test_what_does_not_fit_padded_rows(lengths: list[int], num_rows: int, length: int) -> None:
     with pytest.raises(ValueError, match="do not fit"):

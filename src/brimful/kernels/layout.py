@@ -7,7 +7,7 @@ C outputs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -118,7 +118,7 @@ _LAYOUTS = (Segments, Group, PackedInputs, PaddedInputs)
 
 def map_tensors(layout: Layout, change: Any) -> Layout:
     """A copy of a layout with `change` applied to every tensor in it, at any depth."""
-    return replace(layout, **{f.name: _map(getattr(layout, f.name), change) for f in fields(layout)})  # type: ignore[type-var, arg-type]
+    return type(layout)(**{name: _map(value, change) for name, value in vars(layout).items()})
 
 
 def _map(value: Any, change: Any) -> Any:
@@ -180,14 +180,15 @@ def _cu_seqlens(lengths: np.ndarray, shape: PackedShape) -> np.ndarray:
 
     Raises: ValueError if the sequences do not fit the shape.
     """
-    used, count = int(lengths.sum()), len(lengths)
-    if used > shape.num_tokens or count > shape.num_slots or lengths.max(initial=0) > shape.max_length:
+    ends, count, slots, length = lengths.cumsum(), len(lengths), shape.num_slots, shape.max_length
+    used = int(ends[-1]) if count else 0
+    if used > shape.num_tokens or count > slots or (count and int(lengths.max()) > length):
         raise ValueError(f"{count} sequences of {used} tokens do not fit {shape}")
-    cu_seqlens_N = np.full(shape.num_segments + 1, used, dtype=np.int32)
-    cu_seqlens_N[0] = 0
-    lengths.cumsum(out=cu_seqlens_N[1 : count + 1])
-    tail = np.arange(1, shape.num_segments - shape.num_slots + 1) * shape.max_length
-    cu_seqlens_N[shape.num_slots + 1 :] = np.minimum(used + tail, shape.num_tokens)
+    num_segments = shape.num_segments
+    cu_seqlens_N = np.empty(num_segments + 1, dtype=np.int32)
+    cu_seqlens_N[0], cu_seqlens_N[1 : count + 1], cu_seqlens_N[count + 1 : slots + 1] = 0, ends, used
+    tail = np.arange(used + length, used + length * (num_segments - slots) + 1, length)
+    cu_seqlens_N[slots + 1 :] = np.minimum(tail, shape.num_tokens)
     return cu_seqlens_N
 
 
@@ -216,19 +217,30 @@ def pack_numbers(
     numpy writes it: for so many numbers torch would wake a thread a core, and these spin where workers tokenise.
     Raises: ValueError if the sequences do not fit the shape, or if one is empty.
     """
-    if not lengths.all():
-        raise ValueError(f"of {len(lengths)} sequences one is empty")
     cu_seqlens_N, used, count = _cu_seqlens(lengths, shape), len(ids), len(lengths)
     memory = torch.empty(sum(shape.sizes(types is not None)), dtype=torch.int32, pin_memory=pinned)
     ids_T, written_N, first_S, last_S, types_T = _parts(memory.numpy(), shape.sizes(types is not None))
     ids_T[:used], ids_T[used:], written_N[:] = ids, padding_id, cu_seqlens_N
-    starts, last = cu_seqlens_N[:count], cu_seqlens_N[1 : count + 1] - 1
-    for row in np.flatnonzero(ids_T[last] == padding_id):  # a text may end in it, where it is also the end token
-        sequence = ids_T[starts[row] : last[row] + 1]
-        last[row] = starts[row] + np.flatnonzero(sequence != padding_id).max(initial=0)
+    starts, last = _first_and_last(ids_T, cu_seqlens_N, count, padding_id)
     for part, values in ((first_S, starts), (last_S, last), *([] if types is None else [(types_T, types)])):
         part[: len(values)], part[len(values) :] = values, 0
     return memory
+
+
+def _first_and_last(
+    ids_T: np.ndarray, cu_seqlens_N: np.ndarray, count: int, padding_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Places of the first token of each of `count` sequences, and of its last one that is no padding.
+
+    Raises: ValueError if one is empty.
+    """
+    starts, last = cu_seqlens_N[:count], cu_seqlens_N[1 : count + 1] - 1
+    if (last < starts).any():
+        raise ValueError(f"of {count} sequences one is empty")
+    for row in (ids_T[last] == padding_id).nonzero()[0]:  # a text may end in it, where it is also the end token
+        sequence = ids_T[starts[row] : last[row] + 1]
+        last[row] = starts[row] + np.flatnonzero(sequence != padding_id).max(initial=0)
+    return starts, last
 
 
 def _parts(numbers: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
@@ -261,35 +273,32 @@ def packed_inputs(
     types: Sequence[np.ndarray] | None = None,
     groups: bool = False,
 ) -> PackedInputs:
-    """Sequences of token ids end to end in one row of the given shape, on the host.
+    """Sequences of token ids end to end in one row of the given shape, on the host: `unpack_numbers` of `pack_numbers`.
 
-    types: token types of each sequence. groups: also as padded rows, for `grouped_attention`.
+    types: token types of each sequence. groups: also as padded rows, for `grouped_attention`. numpy writes it, each
+    tensor once: torch would wake a thread a core, and of a graph's step this is most of what the host does.
     Raises: ValueError as `pack_numbers` does.
     """
-    lengths = np.array([len(sequence) for sequence in ids])
-    together = None if types is None else np.concatenate(types)
-    numbers = pack_numbers(np.concatenate(ids), lengths, shape, padding_id=padding_id, types=together)
-    inputs = _unpacked_on_host(numbers.numpy(), shape)
-    return replace(inputs, segments=with_groups(inputs.segments)) if groups else inputs
-
-
-def _unpacked_on_host(numbers: np.ndarray, shape: PackedShape) -> PackedInputs:
-    """`unpack_numbers` by numpy: torch would wake a thread a core, and these spin from one batch to the next."""
-    with_types = len(numbers) > sum(shape.sizes(False))
-    ids_T, cu_seqlens_N, first_S, last_S, types_T = _parts(numbers, shape.sizes(with_types))
-    segment_T = np.repeat(np.arange(shape.num_segments), cu_seqlens_N[1:] - cu_seqlens_N[:-1])
-    positions_T = np.arange(shape.num_tokens) - cu_seqlens_N[segment_T]
-
-    def long(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values.astype(np.int64))
-
+    count, num_tokens, from_numpy = len(ids), shape.num_tokens, torch.from_numpy
+    cu_seqlens_N = _cu_seqlens(np.fromiter(map(len, ids), np.int64, count), shape)
+    used = int(cu_seqlens_N[count])
+    ids_T, types_T = np.empty(num_tokens, dtype=np.int64), None
+    np.concatenate(ids, out=ids_T[:used])
+    ids_T[used:] = padding_id
+    if types is not None:
+        types_T = np.zeros(num_tokens, dtype=np.int64)
+        np.concatenate(types, out=types_T[:used])
+    first_S, last_S = np.zeros((2, shape.num_slots), dtype=np.int64)
+    first_S[:count], last_S[:count] = _first_and_last(ids_T, cu_seqlens_N, count, padding_id)
+    segment_T = np.arange(shape.num_segments).repeat(cu_seqlens_N[1:] - cu_seqlens_N[:-1])
+    segments = shape.segments(from_numpy(cu_seqlens_N), from_numpy(segment_T))
     return PackedInputs(
-        ids_T=long(ids_T),
-        positions_T=long(positions_T),
-        types_T=long(types_T) if with_types else None,
-        segments=shape.segments(torch.from_numpy(cu_seqlens_N), torch.from_numpy(segment_T)),
-        first_S=long(first_S),
-        last_S=long(last_S),
+        ids_T=from_numpy(ids_T),
+        positions_T=from_numpy(np.arange(num_tokens) - cu_seqlens_N[segment_T]),
+        types_T=None if types_T is None else from_numpy(types_T),
+        segments=with_groups(segments) if groups else segments,
+        first_S=from_numpy(first_S),
+        last_S=from_numpy(last_S),
     )
 
 
@@ -379,7 +388,7 @@ def placed(inputs: Inputs, starts_M: np.ndarray) -> Inputs:
         places_RL = np.zeros((rows, length), dtype=np.int64)
         places_RL[: len(starts_M)] = starts_M[:, None] + np.arange(length)
         return replace(inputs, places_RL=torch.from_numpy(places_RL))
-    starts_N = np.zeros(len(inputs.segments.cu_seqlens_N) - 1, dtype=np.int64)
+    starts_N = np.zeros(inputs.segments.cu_seqlens_N.numel() - 1, dtype=np.int64)
     starts_N[: len(starts_M)] = starts_M
     places_T = starts_N[inputs.segments.segment_T.numpy()] + inputs.positions_T.numpy()
     return replace(inputs, places_T=torch.from_numpy(places_T))

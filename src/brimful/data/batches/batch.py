@@ -6,6 +6,7 @@ Legend: S slots of a micro-batch, N samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import memmove
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain, zip_longest
@@ -67,17 +68,20 @@ class MicroBatch:
             weights_S=None if self.weights_S is None else change(self.weights_S),
         )
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Of all tensors in one memory, one after the other."""
         return sum(map(_room, self.tensors))
 
     def write(self, memory: Tensor) -> None:
         """Copies all tensors, which must be on the host as it is, into (num_bytes,) uint8."""
-        room, start = memory.numpy(), 0
+        if memory.numel() < self.num_bytes:
+            raise ValueError(f"{self.num_bytes} bytes do not fit {memory.numel()}")
+        place = memory.data_ptr()
         for tensor in self.tensors:
-            room[start : start + tensor.nbytes] = tensor.numpy().reshape(-1).view(np.uint8)
-            start += _room(tensor)
+            whole = tensor.contiguous()  # has a name, so that it is there until it is copied
+            memmove(place, whole.data_ptr(), whole.nbytes)
+            place += _room(tensor)
 
     def over(self, memory: Tensor) -> MicroBatch:
         """The same layout on a memory that `write` has filled, or a copy of it anywhere.
@@ -167,8 +171,8 @@ class Batch:
 
         place: uint8 there, of `num_bytes` at least, that the copy is made in; without it, in a new one.
         """
-        staged = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         parts = [micro.num_bytes for micro in self.micro_batches]
+        staged = torch.empty(sum(parts), dtype=torch.uint8, pin_memory=device.type == "cuda")
         for micro, part in zip(self.micro_batches, staged.split(parts), strict=True):
             micro.write(part)
         if place is None:
