@@ -68,6 +68,15 @@ class Calls:
         )
         self.kinds.setdefault(call.key, call)
 
+    def on(self, segments: Segments) -> Calls:
+        """The same kinds on another row, with one head for all. No kind may have a bias by distance."""
+        num_tokens = segments.segment_T.shape[0]
+        kinds = dict[tuple[Any, ...], _Call]()
+        for key, call in self.kinds.items():
+            query, key_shape, value = (torch.Size([1, num_tokens, shape[2]]) for shape in call.shapes)
+            kinds[key] = replace(call, segments=segments, shapes=(query, key_shape, value))
+        return Calls(kinds)
+
     def error(self, num_tokens: int, precision: str) -> tuple[float, str]:
         """The worst difference of any kernel from the reference in units of its tolerance, and where it is.
 

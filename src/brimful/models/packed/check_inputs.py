@@ -82,6 +82,9 @@ def module_settings(layer: nn.Module) -> str:
 _NUMBERS_OF_LAYERS = frozenset({"num_hidden_layers", "n_layers", "n_layer", "num_layers"})
 
 
+#: Tokens by which a sequence exceeds what it is to exceed.
+BEYOND = 40
+
 #: Names of the tokens that attention reaches, or keeps of those that it could: longer texts are computed otherwise.
 _WINDOWS = ("sliding_window", "local_attention", "attention_window", "window_size", "keep_window_size", "index_topk")
 
@@ -96,7 +99,7 @@ def make_sequences(whole_config: Any, max_length: int) -> list[np.ndarray]:
     config = whole_config.get_text_config()
     windows = [getattr(config, name, None) for name in _WINDOWS]
     windows += [farthest_bucket(whole_config), full_attention_limit(whole_config)]
-    longest = max([48, *(w + 40 for w in windows if isinstance(w, int))])
+    longest = max([48, *(w + BEYOND for w in windows if isinstance(w, int))])
     sequences = random_sequences(whole_config, [min(n, max_length) for n in (5, 17, longest, 2, longest - 9)])
     inner, special = sequences[-1][1:-1], _special_ids(whole_config)
     inner[: len(special)] = special[: len(inner)]

@@ -14,13 +14,15 @@ mode with dropout off. The reference is eager attention in fp32 on the CPU:
     6  the model on these kernels                  in the run's precision: differences of rows, and gradient
     7  in fp8: fused layers, all products in fp8   lose no more than Linear layers with rounded operands
 
-One sequence is longer than any attention window and than the largest distance of a relative bias.
+One sequence is longer than any attention window and than the largest distance of a relative bias. A window of hundreds
+of tokens is short in the copy, and a text that exceeds the real one is computed once (`long_window`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -53,6 +55,7 @@ from brimful.models.packed.check_inputs import (
     wake,
 )
 from brimful.models.packed.family_forms import has_form, recurrent_layers, uses_attention_interface
+from brimful.models.packed.long_window import LongWindow
 from brimful.models.packed.packed_forward import (
     PackedForm,
     PackedModel,
@@ -68,6 +71,7 @@ from brimful.models.packed.tried_row import (
     error_of_all,
     gradients_of,
     in_tolerances,
+    kernel_reason,
     relative_error,
     worse,
 )
@@ -177,8 +181,20 @@ def check_equivalence(
 def _check(model: Any, max_length: int, device: torch.device, precision: str, kernel: Kernel) -> Equivalence:
     small = one_layer_of_each_kind(model).to("cpu", torch.float32).eval().requires_grad_(True)
     wake(small)
+    with matmul_precision("highest"):
+        window = LongWindow.of(small, max_length)
+        if window is not None:
+            with window.short():
+                found = _compare(small, max_length, device, precision, kernel)
+            if found.independent:
+                return _beyond(window, found, device, precision, kernel) if found.packed else found
+        return _compare(small, max_length, device, precision, kernel)
+
+
+def _compare(small: Any, max_length: int, device: torch.device, precision: str, kernel: Kernel) -> Equivalence:
+    """Return what is found of a copy, which is then on `device`."""
     sequences = make_sequences(small.config, max_length)
-    with matmul_precision("highest"), without_dropout(small, only_of_numbers=True):
+    with without_dropout(small, only_of_numbers=True):
         padded = PaddedModel(small, "eager")
         try:
             plain = padded(padded_rows(sequences, small.config)).logits.detach()
@@ -214,18 +230,50 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
         found = replace(found, gradient_error=gradient_error)
         if not gradient_error <= TOLERANCES["fp32"].gradient:
             return replace(found, reason=f"its packed gradient differs from the plain one by {gradient_error:.1e}")
-        around = "bf16" if precision == "fp8" else precision  # what is not a product of a layer
         num_tokens = sum(len(sequence) for sequence in sequences)
         case = TriedRow(
-            form=form, row=row, num_tokens=num_tokens, plain=plain.detach(), gradient=plain_gradient, precision=around
-        )
-        try:
+            form=form, row=row, num_tokens=num_tokens, plain=plain.detach(), gradient=plain_gradient,
+            precision=_around(precision),
+        )  # fmt: skip
+        with _kernels_tried(found):
             return _on_device(small.to(device), case, found, precision)
-        except Exception as failure:
-            if is_out_of_memory(failure):
-                raise
-            why = f"kernels could not be tried: {type(failure).__name__}: {printable(failure)}"
-            raise _KernelsFailedError(replace(found, reason=why)) from failure
+
+
+def _around(precision: str) -> str:
+    """The precision of what is not a product of a layer."""
+    return "bf16" if precision == "fp8" else precision
+
+
+@contextmanager
+def _kernels_tried(found: Equivalence) -> Iterator[None]:
+    """Within, kernels run. Raises: _KernelsFailedError with what was found where they fail for want of anything but
+    memory."""
+    try:
+        yield
+    except Exception as failure:
+        if is_out_of_memory(failure):
+            raise
+        why = f"kernels could not be tried: {type(failure).__name__}: {printable(failure)}"
+        raise _KernelsFailedError(replace(found, reason=why)) from failure
+
+
+def _beyond(
+    window: LongWindow, found: Equivalence, device: torch.device, precision: str, kernel: Kernel
+) -> Equivalence:
+    """Return what was found with a short window, or a refusal where texts that exceed the real one tell otherwise."""
+    assert found.form is not None
+    refused = replace(
+        found, packed=False, half_weights=False, recorded=False, float8_error=None, float8_shapes=(),
+        float8_activated=(),
+    )  # fmt: skip
+    with _kernels_tried(refused):
+        beyond = window.beyond(found.form, kernel, _around(precision), device)
+    found = replace(
+        found if beyond.why_not is None else refused,
+        forward_error=max(beyond.forward_error, found.forward_error or 0.0),
+        kernel_error=max(beyond.kernel_error, found.kernel_error or 0.0),
+    )
+    return replace(found, reason=beyond.why_not or _passed_reason(found))
 
 
 def _many_rows(config: Any, max_length: int) -> tuple[Inputs, list[Inputs]]:
@@ -269,10 +317,9 @@ def _on_device(small: Any, case: TriedRow, found: Equivalence, precision: str) -
     attention_error, worst = case.attention_error(small)
     kernel_error = worse(attention_error, case.kernel_error(small))
     passed = kernel_error <= 1.0
-    reason = f"equal to the plain forward within {found.forward_error:.1e}, gradient within {found.gradient_error:.1e}"
+    reason = _passed_reason(found)
     if not passed:
-        where = f" ({worst})" if not attention_error <= 1.0 else ""
-        reason = f"the attention kernel in {precision} is {kernel_error:.1f} times over its tolerance{where}"
+        reason = kernel_reason(precision, kernel_error, worst if not attention_error <= 1.0 else "")
     half_weights = passed and _takes_half_weights(small, case)
     float8_error, shapes = _float8_error(small, case) if passed and precision == "fp8" else (None, {})
     return replace(
@@ -290,6 +337,10 @@ def _on_device(small: Any, case: TriedRow, found: Equivalence, precision: str) -
         float8_shapes=tuple(shapes),
         float8_activated=tuple(shape for shape, activated in shapes.items() if activated),
     )
+
+
+def _passed_reason(found: Equivalence) -> str:
+    return f"equal to the plain forward within {found.forward_error:.1e}, gradient within {found.gradient_error:.1e}"
 
 
 def _find_form(

@@ -36,10 +36,14 @@ class TriedRow:
 
     def attention_error(self, small: Any) -> tuple[float, str]:
         """Error of the chosen kernels call by call, in units of the tolerance, and where the worst is."""
+        return self.attention_calls(small).error(self.num_tokens, self.precision)
+
+    def attention_calls(self, small: Any) -> Calls:
+        """Kinds of calls that the model makes of the chosen kernels."""
         calls = Calls()
         with torch.no_grad():
             self.logits(small, PackedModel(small, self.form, watch=calls))
-        return calls.error(self.num_tokens, self.precision)
+        return calls
 
     def kernel_error(self, small: Any) -> float:
         """Error of the model on the chosen kernel, in units of the tolerance.
@@ -72,6 +76,12 @@ def in_tolerances(found: tuple[float, float], lost: tuple[float, float], precisi
     """Return the worse of two errors, forward and gradient, in units of the tolerance; a plain model loses `lost`."""
     forward = found[0] / max(TOLERANCES[precision].logits, 3 * lost[0])
     return worse(forward, found[1] / max(TOLERANCES[precision].gradient, 3 * lost[1]))
+
+
+def kernel_reason(precision: str, error: float, worst: str) -> str:
+    """Say by how much attention kernels are over their tolerance. worst: the place, if it is known."""
+    where = f" ({worst})" if worst else ""
+    return f"the attention kernel in {precision} is {error:.1f} times over its tolerance{where}"
 
 
 def worse(error: float, other: float) -> float:

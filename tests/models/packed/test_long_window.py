@@ -1,0 +1,248 @@
+"""Windows too long to try in full are short in the check's copy, where that stands for the real one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from brimful.models.packed import long_window, packed_forward
+from brimful.models.packed.check_inputs import one_layer_of_each_kind
+from brimful.models.packed.equivalence import Equivalence, check_equivalence
+from brimful.models.packed.long_window import SHORT, LongWindow
+from brimful.models.packed.packed_forward import PackedModel, PaddedModel
+from tiny import FAMILIES, Family
+from wrong_attention import Change, changed_pattern
+
+CPU = torch.device("cpu")
+#: A window that a check in full takes seconds for, and one that it takes minutes for.
+LONG, LONGER = 400, 4096
+ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1}
+
+
+def windowed(name: str, window: int = LONG, **settings: Any) -> Any:
+    """As trained: scores of weights that never were are all alike."""
+    settings = (
+        ONE_HEAD | {"sliding_window": window, "max_position_embeddings": 8192, "initializer_range": 0.3} | settings
+    )
+    return FAMILIES[name].model(**settings)
+
+
+def check_here(model: Any, max_length: int = 8192) -> Equivalence:
+    return check_equivalence(model, max_length=max_length, device=CPU, precision="fp32", cache=False)
+
+
+@pytest.fixture
+def long_passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of all passes with rows of more than 300 tokens."""
+    shapes = list[tuple[int, ...]]()
+    padded, packed = PaddedModel.__call__, PackedModel.__call__
+
+    def counted(call: Any, name: str) -> Any:
+        def run(self: Any, inputs: Any, *given: Any) -> Any:
+            shape = tuple(getattr(inputs, name).shape)
+            if shape[-1] > 300:
+                shapes.append(shape)
+            return call(self, inputs, *given)
+
+        return run
+
+    monkeypatch.setattr(PaddedModel, "__call__", counted(padded, "ids_RL"))
+    monkeypatch.setattr(PackedModel, "__call__", counted(packed, "ids_T"))
+    return shapes
+
+
+def make_wrong(monkeypatch: pytest.MonkeyPatch, change: Change, *, kernel_only: bool) -> None:
+    choose, reference = packed_forward.choose_attention, packed_forward.reference_attention
+    monkeypatch.setattr(packed_forward, "choose_attention", lambda *given: change(choose(*given)))
+    if not kernel_only:
+        monkeypatch.setattr(packed_forward, "reference_attention", change(reference))
+
+
+# --- admitted ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_one_text_exceeds_the_real_window(name: str, long_passes: list[tuple[int, ...]]) -> None:
+    """Beside a short one: once padded, once packed."""
+    found = check_here(windowed(name, LONGER))
+    assert found.packed, found.reason
+    assert found.form == FAMILIES[name].form
+    assert long_passes == [(2, LONGER + 40), (LONGER + 40 + 17,)]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3"])
+def test_both_checks_find_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = windowed(name)
+    found = check_here(model)
+    monkeypatch.setattr(LongWindow, "of", lambda *_: None)
+    in_full = check_here(model)
+    assert found.packed
+    assert in_full.packed
+    assert (found.form, found.independent) == (in_full.form, in_full.independent)
+
+
+def _qwen2(**settings: Any) -> Any:
+    family = Family(config="Qwen2Config", settings=FAMILIES["mistral"].settings, pooling="last")
+    return family.model(**ONE_HEAD, sliding_window=LONG, max_position_embeddings=8192, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ({"use_sliding_window": False}, []),
+        ({"use_sliding_window": True, "max_window_layers": 2}, [(2, LONG + 40), (LONG + 57,)]),  # no layer has it
+        ({"use_sliding_window": True, "max_window_layers": 1}, [(2, LONG + 40), (LONG + 57,)]),
+    ],
+)
+def test_a_window_that_some_or_no_layers_use(
+    settings: dict[str, Any], passes: list[Any], long_passes: list[tuple[int, ...]]
+) -> None:
+    found = check_here(_qwen2(**settings))
+    assert found.packed, found.reason
+    assert long_passes == passes
+
+
+def test_the_real_window_is_set_again() -> None:
+    small = one_layer_of_each_kind(windowed("gemma2")).eval()
+    attention = [layer.self_attn for layer in small.model.layers]
+    kept = [module.sliding_window for module in attention]
+    window = LongWindow.of(small, 8192)
+    assert window is not None
+    assert LONG in kept
+    assert None in kept
+    with window.short():
+        assert small.config.sliding_window == SHORT
+        assert [module.sliding_window for module in attention] == [each and SHORT for each in kept]
+    assert small.config.sliding_window == LONG
+    assert [module.sliding_window for module in attention] == kept
+
+
+@pytest.mark.parametrize(("window", "max_length"), [(128, 8192), (LONGER, 300)])
+def test_what_is_tried_quickly_is_tried_in_full(window: int, max_length: int) -> None:
+    assert LongWindow.of(one_layer_of_each_kind(windowed("mistral", window)).eval(), max_length) is None
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+def _only_long(by: int) -> Change:
+    """A window that is another one where it is long."""
+    return changed_pattern(window=lambda window: window - by if window and window > 100 else window)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("kernel_only", [False, True], ids=["everywhere", "in the kernel"])
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        changed_pattern(window=None),
+        changed_pattern(window=LONGER),
+        changed_pattern(window=lambda window: window and window - 1),
+        changed_pattern(window=lambda window: window and window + 1),
+    ],
+    ids=["ignored", "a constant", "one less", "one more"],
+)
+def test_another_window_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, change: Change, kernel_only: bool
+) -> None:
+    make_wrong(monkeypatch, change, kernel_only=kernel_only)
+    found = check_here(windowed(name, LONGER))
+    assert not found.packed
+    assert found.independent
+    assert ("kernel in fp32 is" if kernel_only else "packed logits differ from the plain ones by") in found.reason
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("kernel_only", [False, True], ids=["everywhere", "in the kernel"])
+@pytest.mark.parametrize("by", [1, 100])
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_another_window_at_the_real_size_alone_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, by: int, kernel_only: bool
+) -> None:
+    make_wrong(monkeypatch, _only_long(by), kernel_only=kernel_only)
+    found = check_here(windowed(name))
+    assert not found.packed
+    assert not found.half_weights
+    assert ("kernel in fp32 is" if kernel_only else "beyond a window of 400 tokens") in found.reason
+
+
+# --- in full, where a short window does not stand for the real one ----------------------------------------------------
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("other", [LONG + 1, LONG - 1, None])
+def test_modules_with_another_window_than_the_configuration(
+    other: int | None, long_passes: list[tuple[int, ...]]
+) -> None:
+    model = windowed("gemma2")
+    for layer in model.model.layers:
+        if layer.self_attn.sliding_window is not None:
+            layer.self_attn.sliding_window = other
+    found = check_here(model)
+    assert not found.packed
+    assert "packed logits differ" in found.reason
+    assert len(long_passes) > 2
+    assert check_here(model, max_length=380).packed  # no text reaches it
+
+
+def test_modules_that_take_the_window_from_elsewhere(long_passes: list[tuple[int, ...]]) -> None:
+    model = windowed("gemma2")
+    attention = model.model.layers[0].self_attn
+    del attention.sliding_window
+    attention.__class__ = type("Attention", (type(attention),), {"sliding_window": LONG})
+    found = check_here(model)
+    assert found.packed, found.reason
+    assert len(long_passes) > 2
+
+
+def test_a_window_that_the_plain_model_ignores(monkeypatch: pytest.MonkeyPatch) -> None:
+    gemma2 = transformers.models.gemma2.modeling_gemma2
+    monkeypatch.setattr(gemma2, "create_sliding_window_causal_mask", gemma2.create_causal_mask)
+    assert not check_here(windowed("gemma2")).packed
+    assert check_here(windowed("gemma2"), max_length=380).packed  # no text reaches it
+
+
+def _by_length(_: Any, given: Any, output: Any) -> None:
+    """States that change with the longest text, as some rotary embeddings do."""
+    if output.last_hidden_state.shape[1] > 300:
+        output.last_hidden_state = output.last_hidden_state.roll(1, -1)
+
+
+def test_rows_that_depend_on_a_long_one(long_passes: list[tuple[int, ...]]) -> None:
+    model = windowed("mistral")
+    model.model.register_forward_hook(_by_length)
+    found = check_here(model)
+    assert not found.packed
+    assert not found.independent
+    assert "depends on the other rows" in found.reason
+    assert len(long_passes) > 2
+
+
+def _by_number(_: Any, given: Any, output: Any) -> None:
+    """Centre rows where they are many."""
+    states = output.last_hidden_state
+    if states.shape[0] > 4:
+        output.last_hidden_state = states - states.mean(0, keepdim=True)
+
+
+def test_rows_that_depend_on_any(long_passes: list[tuple[int, ...]]) -> None:
+    """Rows of one length are tried together at any length."""
+    model = windowed("mistral")
+    model.model.register_forward_hook(_by_number)
+    found = check_here(model)
+    assert not found.independent
+    assert not found.alike_independent
+    assert len(long_passes) > 2
+
+
+def test_code_that_fails_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(long_window, "_calls", fail)
+    assert check_here(windowed("mistral"), max_length=320).packed
