@@ -1,4 +1,4 @@
-"""Host time to put together a batch of tweets, as `brimful train` does on a CPU and as it does for a GPU, and to send it.
+"""Host time to put a batch of tweets together, for a step on a CPU and for one on a GPU, and to send it.
 
     OMP_NUM_THREADS=1 python benchmarks/training/batches.py [tweets/minilm-b16]
 
