@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
+from brimful.kernels.attention.dispatch import Attention
+from brimful.kernels.attention.pattern import Pattern
+from brimful.kernels.layout import Segments
 from brimful.models.packed import long_window, packed_forward
 from brimful.models.packed.check_inputs import one_layer_of_each_kind
 from brimful.models.packed.equivalence import Equivalence, check_equivalence
@@ -66,11 +71,11 @@ def make_wrong(monkeypatch: pytest.MonkeyPatch, change: Change, *, kernel_only: 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_one_text_exceeds_the_real_window(name: str, long_passes: list[tuple[int, ...]]) -> None:
-    """Beside a short one: once padded, once packed."""
+    """Beside a short one: once padded, once packed behind one of a quarter of the window."""
     found = check_here(windowed(name, LONGER))
     assert found.packed, found.reason
     assert found.form == FAMILIES[name].form
-    assert long_passes == [(2, LONGER + 40), (LONGER + 40 + 17,)]
+    assert long_passes == [(2, LONGER + 40), (1, LONGER // 4), (LONGER + 40 + 17 + LONGER // 4,)]
 
 
 @pytest.mark.sampled
@@ -94,8 +99,8 @@ def _qwen2(**settings: Any) -> Any:
     ("settings", "passes"),
     [
         ({"use_sliding_window": False}, []),
-        ({"use_sliding_window": True, "max_window_layers": 2}, [(2, LONG + 40), (LONG + 57,)]),  # no layer has it
-        ({"use_sliding_window": True, "max_window_layers": 1}, [(2, LONG + 40), (LONG + 57,)]),
+        ({"use_sliding_window": True, "max_window_layers": 2}, [(2, LONG + 40), (LONG + 357,)]),  # no layer has it
+        ({"use_sliding_window": True, "max_window_layers": 1}, [(2, LONG + 40), (LONG + 357,)]),
     ],
 )
 def test_a_window_that_some_or_no_layers_use(
@@ -168,7 +173,43 @@ def test_another_window_at_the_real_size_alone_is_refused(
     found = check_here(windowed(name))
     assert not found.packed
     assert not found.half_weights
-    assert ("kernel in fp32 is" if kernel_only else "beyond a window of 400 tokens") in found.reason
+    assert ("kernel in fp32 is" if kernel_only else "at a window of 400 tokens") in found.reason
+
+
+def _only_deep(attend: Attention) -> Attention:
+    """Attention with a shorter window, where it is long, in sequences that begin deep in a row."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, segments: Segments, pattern: Pattern) -> Tensor:
+        right = attend(q, k, v, segments, pattern)
+        if pattern.window is None or pattern.window <= 100:
+            return right
+        wrong = attend(q, k, v, segments, replace(pattern, window=pattern.window - 100))
+        deep_T = segments.cu_seqlens_N.long()[segments.segment_T] >= 256
+        return torch.where(deep_T[None, :, None], wrong, right)
+
+    return run
+
+
+def _only_other_heads(attend: Attention) -> Attention:
+    """Attention that is wrong on rows with a long window in all heads but the first."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, segments: Segments, pattern: Pattern) -> Tensor:
+        found = attend(q, k, v, segments, pattern)
+        is_long = pattern.window is not None and pattern.window > 100
+        return torch.cat([found[:1], 0.7 * found[1:]]) if is_long else found
+
+    return run
+
+
+@pytest.mark.parametrize("change", [_only_deep, _only_other_heads])
+def test_what_is_wrong_deep_in_a_row_or_in_other_heads_is_refused(
+    monkeypatch: pytest.MonkeyPatch, change: Change
+) -> None:
+    make_wrong(monkeypatch, change, kernel_only=True)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    found = check_here(windowed("mistral", **heads))
+    assert not found.packed
+    assert "kernel in fp32 is" in found.reason
 
 
 # --- in full, where a short window does not stand for the real one ----------------------------------------------------

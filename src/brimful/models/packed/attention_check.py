@@ -69,12 +69,17 @@ class Calls:
         self.kinds.setdefault(call.key, call)
 
     def on(self, segments: Segments) -> Calls:
-        """The same kinds on another row, with one head for all. No kind may have a bias by distance."""
+        """The same kinds on another row, with at most two heads of queries, which share keys where those of the model
+        do. No kind may have a bias by distance."""
         num_tokens = segments.segment_T.shape[0]
         kinds = dict[tuple[Any, ...], _Call]()
         for key, call in self.kinds.items():
-            query, key_shape, value = (torch.Size([1, num_tokens, shape[2]]) for shape in call.shapes)
-            kinds[key] = replace(call, segments=segments, shapes=(query, key_shape, value))
+            of_queries, of_keys, _ = (shape[0] for shape in call.shapes)
+            heads = min(2, of_queries)
+            shared = 1 if of_keys < of_queries else heads
+            sizes = zip((heads, shared, shared), call.shapes, strict=True)
+            query, keys, values = (torch.Size([number, num_tokens, shape[2]]) for number, shape in sizes)
+            kinds[key] = replace(call, segments=segments, shapes=(query, keys, values))
         return Calls(kinds)
 
     def error(self, num_tokens: int, precision: str) -> tuple[float, str]:
