@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 from typing import IO
 
@@ -30,13 +31,16 @@ def shared() -> bool:
     return bool(os.environ.get(_VARIABLE))
 
 
-def take() -> None:
-    """Wait until no other process has its turn, and hold it. Nothing happens where it is held already."""
+def take() -> float:
+    """Wait until no other process has its turn, and hold it; the seconds that it took. Nothing happens where it is held
+    already."""
+    began = time.perf_counter()
     if not shared() or _held:
-        return
+        return 0.0
     file = Path(os.environ[_VARIABLE]).open("a")  # noqa: SIM115 (held until the turn is given back)
     fcntl.flock(file, fcntl.LOCK_EX)
     _held.append(file)
+    return time.perf_counter() - began
 
 
 def give() -> None:

@@ -21,6 +21,8 @@ _MEETINGS = 3
 #: An epoch's last batch, which may be smaller, comes up in a measurement if an epoch has fewer batches than this.
 _SHORT_EPOCH = 200
 _LONGEST_ERROR = 300
+#: Rounds that are left out at most, of each that counts: what is compiled again and again is slow.
+_MOST_LEFT_OUT = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class Rounds(TrainerCallback):
             except Exception as failure:  # its steps are timed all the same, and rounds that compile are left out
                 self.not_met = f"{type(failure).__name__}: {failure}"[:_LONGEST_ERROR]
         if step == turn_at(self._warm_up):
-            turns.take()
+            self._start_s += turns.take()  # waiting for a turn is no warm-up
         if step == self._warm_up:
             self._begin(step)
             self.warm_up_s = self._at - self._start_s
@@ -77,7 +79,7 @@ class Rounds(TrainerCallback):
     def _end(self, step: int) -> None:
         at, cpu_at, first, compiled = self._at, self._cpu_at, self.began, self._compiled
         self._begin(step)
-        if self._clean and self._compiled != compiled:
+        if self._clean and self._compiled != compiled and self.left_out < _MOST_LEFT_OUT * self._count:
             self.left_out += 1
         else:
             self.found.append(Round(first=first, end=step, seconds=self._at - at, cpu_s=self._cpu_at - cpu_at))
@@ -132,9 +134,10 @@ def rows_ahead(
         ends = [int(np.searchsorted(lengths_N[order], BUCKETS[i], side="right")) for i in wanted]
     else:
         ends = [max(batch_size, lengths_N.size * part // 3) for part in (1, 2, 3)]
-    # The rows before an end in order of length: the last one is the longest.
-    found = [order[max(0, end - size) : end].tolist() for size in sizes for end in ends]
-    return [_filled(rows, size) for rows, size in zip(found, np.repeat(sizes, len(ends)).tolist(), strict=True)]
+    # The rows before an end in order of length: the last one is the longest. A smaller batch of grouped rows has the
+    # shortest ones.
+    met = [(size, end) for size in sizes for end in (ends[:1] if grouped and size < batch_size else ends)]
+    return [_filled(order[max(0, end - size) : end].tolist(), size) for size, end in met]
 
 
 def _longest_of_batches(lengths_N: np.ndarray, batch_size: int) -> np.ndarray:

@@ -70,6 +70,7 @@ def test_every_length_of_a_batch_is_met_before_the_first_round(load: Load, group
     whole = [padded(max(order[i : i + 32])) for i in range(0, 2000 - 31, 32)]
     assert {(32, length) for length in whole} <= shapes
     assert {size for size, _ in shapes} == {32, 2000 % 32}
+    assert not grouped or len([size for size, _ in shapes if size < 32]) == 1
 
 
 def test_symbolic_shapes_are_met_at_three_lengths_and_one_length_once(load: Load) -> None:
@@ -85,17 +86,18 @@ def test_symbolic_shapes_are_met_at_three_lengths_and_one_length_once(load: Load
 
 def test_a_round_in_which_torch_compiled_is_left_out(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = load("training", "rounds")["rounds"]
-    graphs = {4: 1, 5: 1}  # after these steps one more
+    graphs: dict[int, int] = {}  # how many more after a step
     state, control = SimpleNamespace(global_step=0), SimpleNamespace(should_training_stop=False)
     monkeypatch.setattr(rounds, "compiled_graphs", lambda: sum(graphs.get(n, 0) for n in range(state.global_step + 1)))
-    for clean in (True, False):
+    for clean, every in ((True, False), (False, False), (True, True)):
+        graphs = dict.fromkeys(range(100), 1) if every else {4: 1, 5: 1}
         clock = rounds.Rounds(2, 2, 2, clean=clean)
         control.should_training_stop, state.global_step = False, 0
         while not control.should_training_stop:
             state.global_step += 1
             clock.on_step_end(None, state, control)
-        assert [each.first for each in clock.found] == ([6, 8] if clean else [2, 4])
-        assert clock.left_out == (2 if clean else 0)
+        assert [each.first for each in clock.found] == ([14, 16] if every else [6, 8] if clean else [2, 4])
+        assert clock.left_out == (6 if every else 2 if clean else 0)
 
 
 @pytest.mark.scripts

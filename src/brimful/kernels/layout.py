@@ -110,6 +110,7 @@ class PaddedInputs:
         return len(self.ids_RL)
 
 
+_EMPTY = "of {} sequences one is empty"
 Inputs = PackedInputs | PaddedInputs
 Layout = TypeVar("Layout")
 #: Layouts that may stand in one.
@@ -217,6 +218,8 @@ def pack_numbers(
     numpy writes it: for so many numbers torch would wake a thread a core, and these spin where workers tokenise.
     Raises: ValueError if the sequences do not fit the shape, or if one is empty.
     """
+    if not lengths.all():
+        raise ValueError(_EMPTY.format(len(lengths)))
     cu_seqlens_N, used, count = _cu_seqlens(lengths, shape), len(ids), len(lengths)
     memory = torch.empty(sum(shape.sizes(types is not None)), dtype=torch.int32, pin_memory=pinned)
     ids_T, written_N, first_S, last_S, types_T = _parts(memory.numpy(), shape.sizes(types is not None))
@@ -230,13 +233,8 @@ def pack_numbers(
 def _first_and_last(
     ids_T: np.ndarray, cu_seqlens_N: np.ndarray, count: int, padding_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Places of the first token of each of `count` sequences, and of its last one that is no padding.
-
-    Raises: ValueError if one is empty.
-    """
+    """Places of the first token of each of `count` sequences, and of its last one that is no padding."""
     starts, last = cu_seqlens_N[:count], cu_seqlens_N[1 : count + 1] - 1
-    if (last < starts).any():
-        raise ValueError(f"of {count} sequences one is empty")
     for row in (ids_T[last] == padding_id).nonzero()[0]:  # a text may end in it, where it is also the end token
         sequence = ids_T[starts[row] : last[row] + 1]
         last[row] = starts[row] + np.flatnonzero(sequence != padding_id).max(initial=0)
@@ -280,7 +278,10 @@ def packed_inputs(
     Raises: ValueError as `pack_numbers` does.
     """
     count, num_tokens, from_numpy = len(ids), shape.num_tokens, torch.from_numpy
-    cu_seqlens_N = _cu_seqlens(np.fromiter(map(len, ids), np.int64, count), shape)
+    lengths = list(map(len, ids))
+    if not all(lengths):
+        raise ValueError(_EMPTY.format(count))
+    cu_seqlens_N = _cu_seqlens(np.array(lengths, dtype=np.int64), shape)
     used = int(cu_seqlens_N[count])
     ids_T, types_T = np.empty(num_tokens, dtype=np.int64), None
     np.concatenate(ids, out=ids_T[:used])

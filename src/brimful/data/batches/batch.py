@@ -74,9 +74,14 @@ class MicroBatch:
         return sum(map(_room, self.tensors))
 
     def write(self, memory: Tensor) -> None:
-        """Copies all tensors, which must be on the host as it is, into (num_bytes,) uint8."""
-        if memory.numel() < self.num_bytes:
-            raise ValueError(f"{self.num_bytes} bytes do not fit {memory.numel()}")
+        """Copies all tensors into (num_bytes,) uint8 in one piece; they and it are on the host.
+
+        Raises: ValueError if they are not, or if there is not room for them.
+        """
+        if not (memory.is_cpu and memory.is_contiguous() and memory.nbytes >= self.num_bytes):
+            raise ValueError(f"{self.num_bytes} bytes do not go into {memory.nbytes} on {memory.device}")
+        if not all(tensor.is_cpu for tensor in self.tensors):
+            raise ValueError("tensors on another device are not written to the host")
         place = memory.data_ptr()
         for tensor in self.tensors:
             whole = tensor.contiguous()  # has a name, so that it is there until it is copied
