@@ -227,3 +227,17 @@ def test_a_model_may_write_into_one_input() -> None:
     micro.inputs.mask_RL[:, 0] = 0
     found.sum().backward()
     assert table.grad is not None
+
+
+def test_a_batch_is_written_to_one_piece_of_host_memory() -> None:
+    [micro] = make_batch(0, np.arange(2), sequences([5, 3]), None, np.array([0, 1]), SINGLE, PACKED).micro_batches
+    size = micro.num_bytes
+    for memory in (
+        torch.empty(size - 1, dtype=torch.uint8),
+        torch.empty(2 * size, dtype=torch.uint8)[::2],
+        torch.empty(size, dtype=torch.uint8, device="meta"),
+    ):
+        with pytest.raises(ValueError, match="do not go into"):
+            micro.write(memory)
+    with pytest.raises(ValueError, match="another device"):
+        dataclasses.replace(micro, targets_S=micro.targets_S.to("meta")).write(torch.empty(size, dtype=torch.uint8))

@@ -82,7 +82,7 @@ class MicroBatch:
             raise ValueError(f"{self.num_bytes} bytes do not go into {memory.nbytes} on {memory.device}")
         if not all(tensor.is_cpu for tensor in self.tensors):
             raise ValueError("tensors on another device are not written to the host")
-        place = memory.data_ptr()
+        place = memory.numpy().ctypes.data
         for tensor in self.tensors:
             whole = tensor.contiguous()  # has a name, so that it is there until it is copied
             memmove(place, whole.data_ptr(), whole.nbytes)

@@ -266,13 +266,14 @@ def _beyond(
         found, packed=False, half_weights=False, recorded=False, float8_error=None, float8_shapes=(),
         float8_activated=(),
     )  # fmt: skip
-    error = window.forward_error(found.form)
+    form = found.form
+    error = window.forward_error(form)
     if not error <= TOLERANCES["fp32"].logits:
         why = f"its packed logits differ from the plain ones by {error:.1e} at a window of {window.real} tokens"
         return replace(refused, forward_error=error, reason=why)
     found = replace(found, forward_error=max(error, found.forward_error or 0.0))
     with _kernels_tried(replace(refused, forward_error=found.forward_error)):
-        kernel_error, worst = window.kernel_error(found.form, kernel, _around(precision), device)
+        kernel_error, worst = window.kernel_error(form, kernel, _around(precision), device)
     if not kernel_error <= 1.0:
         return replace(refused, kernel_error=kernel_error, reason=kernel_reason(precision, kernel_error, worst))
     found = replace(found, kernel_error=max(kernel_error, found.kernel_error or 0.0))
