@@ -1,16 +1,22 @@
-"""Sweeps of settings: which of them share a process, and sweeps of several rows that share a GPU by turns."""
+"""Sweeps of settings: trials in processes of their own, one row after the other or several rows by turns."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, TypeVar
 
 import turns
-from resumable import Session
+from resumable import Session, say
 
 Settings = dict[str, Any]
 Row = TypeVar("Row")
+#: Seconds that a trial is expected to take by mode of compilation, and the most that it may.
+EXPECTED_S = {None: 8.0, "default": 45.0, "reduce-overhead": 60.0, "max-autotune": 100.0}
+MOST_S = {None: 60.0, "default": 180.0, "reduce-overhead": 240.0, "max-autotune": 400.0}
+#: How much longer those of large models take, and may take on a CPU and where others compile beside it.
+LARGE_FACTOR, CPU_FACTOR, SHARED_FACTOR = {"large": 2.0, "modernbert": 2.0}, 10.0, 2.0
 
 
 def alike(wanted: Sequence[Settings]) -> list[list[Settings]]:
@@ -25,6 +31,37 @@ def alike(wanted: Sequence[Settings]) -> list[list[Settings]]:
             groups.append(plain)
         plain.append(each)
     return groups
+
+
+def attempt(
+    session: Session, wanted: list[Settings], plan: Settings, about: Settings, *, size: str,
+    noted: Callable[[Settings], Settings] = lambda found: {},
+) -> bool:  # fmt: skip
+    """Try settings in one process, into the raw log as trials; False if there was no time for all.
+
+    One that ends its process, or takes too long, is recorded as failed, and the rest goes on without it. plan: of the
+    process, but for its settings. about, noted: what each trial's line says, and what more of what was found. size: of
+    the model.
+    """
+    kind = wanted[0]["compile"]
+    most_s = MOST_S[kind] * LARGE_FACTOR.get(size, 1.0)
+    most_s *= (SHARED_FACTOR if turns.shared() else 1.0) * (CPU_FACTOR if session.nvml.gpu == "CPU" else 1.0)
+    while wanted:
+        if not session.fits(EXPECTED_S[kind] * LARGE_FACTOR.get(size, 1.0) * len(wanted)):
+            return False
+        say(f"{plan['work']}, {plan['side']}: {len(wanted)} settings, compile {kind}")
+        result = session.child(plan | {"settings": wanted}, len(wanted) * most_s)
+        for each in result["found"]:
+            session.add(kind="trial", **about, **each, **noted(each))
+        wanted = wanted[len(result["found"]) :]
+        if wanted and not result["ok"] and not session.fits(0):
+            return False  # cut by the budget, which says nothing of the setting
+        if wanted:
+            failed, *wanted = wanted
+            why = {"error": result["error"] or "no result", "timed_out": result["timed_out"]}
+            say(f"{plan['work']}, {plan['side']}, {json.dumps(failed)}: {why['error']}")
+            session.add(kind="trial", **about, settings=failed, ok=False, wall_s=result["wall_s"], **why)
+    return True
 
 
 def at_once(

@@ -23,7 +23,6 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import report
 import sweeps
-import turns
 from resumable import Session, default_inputs, parser_of, print_rows, say, versions_here, write_texts
 from settings import fastest, next_trials
 from works import CPU_TABLE, TABLE, Work, make_inputs
@@ -35,11 +34,6 @@ _EXPECTED_S = {
     "cuda": {"limits": 15.0, "pipeline": 60.0, "crossencoder": 50.0, "brimful": 60.0},
     "cpu": {"limits": 15.0, "pipeline": 120.0, "crossencoder": 60.0, "brimful": 60.0},
 }
-#: Seconds that a trial is expected to take by mode of compilation, and the most that it may.
-_EXPECTED_TRIAL_S = {None: 4.0, "default": 40.0, "reduce-overhead": 40.0, "max-autotune": 90.0}
-_MOST_TRIAL_S = {None: 40.0, "default": 120.0, "reduce-overhead": 120.0, "max-autotune": 200.0}
-#: How much longer a trial may take on a CPU, and where others work beside it.
-_CPU_FACTOR, _SHARED_FACTOR = 10.0, 2.0
 _EXPECTED_MORE_S = {"large": 15.0, "modernbert": 15.0}
 
 
@@ -94,28 +88,11 @@ def sweep(session: Session, work: Work, side: str) -> bool:
 
 
 def _try(session: Session, row: tuple[Work, str], wanted: list[dict[str, Any]]) -> bool:
-    """Trials of one process into the raw log; False if there was no time for all. One that ends its process, or takes
-    too long, is recorded as failed, and the rest goes on without it."""
-    (work, side), kind, device = row, wanted[0]["compile"], session.arguments.device
-    most_s = _MOST_TRIAL_S[kind] * (_CPU_FACTOR if device == "cpu" else 1.0)
-    most_s *= _SHARED_FACTOR if turns.shared() else 1.0
-    record = {"kind": "trial", "work": work.for_others, "side": side, "device": device}
-    while wanted:
-        if not session.fits(_EXPECTED_TRIAL_S[kind] * len(wanted)):
-            return False
-        say(f"{work.name}, {side}: {len(wanted)} settings, compile {kind}")
-        result = session.child(plan_of(session, work, side, wanted) | {"trial": True}, len(wanted) * most_s)
-        for each in result["found"]:
-            session.add(**record, **each)
-        wanted = wanted[len(result["found"]) :]
-        if wanted and not session.fits(0):
-            return False  # cut by the budget, which says nothing of the setting
-        if wanted:
-            failed, *wanted = wanted
-            error = result["error"] or "no result"
-            say(f"{work.name}, {side}, {json.dumps(failed)}: {error}")
-            session.add(**record, settings=failed, error=error)
-    return True
+    """Trials of one process; False if there was no time for all."""
+    work, side = row
+    plan = plan_of(session, work, side, wanted) | {"trial": True}
+    about = {"work": work.for_others, "side": side, "device": session.arguments.device}
+    return sweeps.attempt(session, wanted, plan, about, size=work.size)
 
 
 def plan_of(session: Session, work: Work, side: str, settings: list[dict[str, Any]]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Rounds(TrainerCallback):
 
     def __init__(self, warm_up: int, steps: int, count: int, *, least_s: float = 0.0, clean: bool = False) -> None:
         self.found = list[Round]()
-        self.began = self.left_out = 0
+        self.left_out = self._first = 0
         self.warm_up_s = 0.0
         self.not_met: str | None = None
         self.trainer: Any = None
@@ -65,7 +65,7 @@ class Rounds(TrainerCallback):
         if step == self._warm_up:
             self._begin(step)
             self.warm_up_s = self._at - self._start_s
-        elif step > self._warm_up and (step - self.began) % self._steps == 0:
+        elif step > self._warm_up and (step - self._first) % self._steps == 0:
             if time.perf_counter() - self._at >= self._least_s:
                 self._end(step)
             control.should_training_stop = len(self.found) == self._count
@@ -73,11 +73,11 @@ class Rounds(TrainerCallback):
     def _begin(self, step: int) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.began, self._compiled = step, compiled_graphs()
+        self._first, self._compiled = step, compiled_graphs()
         self._at, self._cpu_at = time.perf_counter(), time.process_time()
 
     def _end(self, step: int) -> None:
-        at, cpu_at, first, compiled = self._at, self._cpu_at, self.began, self._compiled
+        at, cpu_at, first, compiled = self._at, self._cpu_at, self._first, self._compiled
         self._begin(step)
         if self._clean and self._compiled != compiled and self.left_out < _MOST_LEFT_OUT * self._count:
             self.left_out += 1

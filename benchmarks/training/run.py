@@ -29,11 +29,6 @@ from works import TABLE, Work, make_inputs
 Settings = dict[str, Any]
 #: Of a trial: steps of warm-up, before which all is compiled, the fewest steps of a round, rounds, and their seconds.
 _TRIAL: Settings = {"warm_up": 20, "steps": 4, "rounds": 5, "trial_s": 3.0}
-#: Seconds that a trial is expected to take by mode of compilation, and the most that it may.
-_EXPECTED_TRIAL_S = {None: 10.0, "default": 45.0, "reduce-overhead": 60.0, "max-autotune": 100.0}
-_MOST_TRIAL_S = {None: 60.0, "default": 180.0, "reduce-overhead": 240.0, "max-autotune": 400.0}
-#: How much longer a trial may take where others compile beside it, and of models whose compiling takes longer.
-_SHARED_FACTOR, _LARGE_FACTOR = 2.0, {"large": 2.0, "modernbert": 2.0}
 #: Seconds that a measurement is expected to take, before the raw log knows better.
 _EXPECTED_S = {"limits": 45.0, "hf": 60.0, "brimful": 30.0}
 _EXPECTED_MORE_S = {"large": 15.0, "modernbert": 15.0}
@@ -85,32 +80,17 @@ def sweep(session: Session, work: Work) -> bool:
 
 
 def _try(session: Session, work: Work, wanted: list[Settings]) -> bool:
-    """Trials of one process into the raw log, as long as the sweep may take; False if there was no time for all. One
-    that ends its process is recorded as failed, and the rest goes on without it."""
-    kind = wanted[0]["compile"]
-    most_s = _MOST_TRIAL_S[kind] * _LARGE_FACTOR.get(work.size, 1.0) * (_SHARED_FACTOR if turns.shared() else 1.0)
-    while wanted:
-        expected = len(wanted) * (_EXPECTED_TRIAL_S[kind] + _EXPECTED_MORE_S.get(work.size, 0.0))
-        if _swept_s(session, work) >= session.arguments.sweep_s:
-            return True
-        if not session.fits(expected):
-            return False
-        say(f"{work.name}: Trainer with {'; '.join(trainer_settings.changed(each) for each in wanted)}")
-        plan = {"work": work.name, "side": "hf", "settings": wanted, "smoke": session.arguments.smoke}
-        plan |= {"warm_up": 2, "steps": 2, "rounds": 2, "trial_s": 0.1} if session.arguments.smoke else _TRIAL
-        result = session.child(plan, len(wanted) * most_s)
-        for each in result["found"]:
-            seconds = sum(r["seconds"] for r in each.get("rounds", ())) + each.get("warm_up_s", 0.0)
-            session.add(kind="trial", work=work.for_trainer, wall_s=round(seconds, 1), ok="rounds" in each, **each)
-        wanted = wanted[len(result["found"]) :]
-        if wanted and not result["ok"] and not session.fits(0):
-            return False  # cut by the budget, which says nothing of the setting
-        if wanted:
-            failed, *wanted = wanted
-            error = {"settings": failed, "error": result["error"] or "no result"}
-            error |= {"timed_out": result["timed_out"]}
-            session.add(kind="trial", work=work.for_trainer, wall_s=result["wall_s"], ok=False, **error)
-    return True
+    """Trials of one process, as long as the sweep may take; False if there was no time for all."""
+    if _swept_s(session, work) >= session.arguments.sweep_s:
+        return True
+    plan = {"work": work.name, "side": "hf", "smoke": session.arguments.smoke}
+    plan |= {"warm_up": 2, "steps": 2, "rounds": 2, "trial_s": 0.1} if session.arguments.smoke else _TRIAL
+
+    def noted(found: Settings) -> Settings:
+        seconds = sum(each["seconds"] for each in found.get("rounds", ())) + found.get("warm_up_s", 0.0)
+        return {"wall_s": round(seconds, 1), "ok": "rounds" in found}
+
+    return sweeps.attempt(session, wanted, plan, {"work": work.for_trainer}, size=work.size, noted=noted)
 
 
 def steps_of(session: Session, work: Work, side: str) -> dict[str, Any]:
@@ -298,6 +278,8 @@ def run(session: Session, works: list[Work]) -> list[str]:
     session.add(kind="limits", work=names[0], limits=found[0] if found else None, **result)
     if not result["ok"]:
         sys.exit(f"the limits of this machine could not be measured: {result['error']}")
+    if find_spec("flash_attn") is None and not session.arguments.no_sweep:
+        say("FlashAttention-2 is not installed, and not tried")
     if session.arguments.at_once > 1:
         if session.arguments.no_sweep:
             rows_at_once(session, works)

@@ -240,3 +240,27 @@ def test_sweeps_at_once_try_the_likeliest_of_every_row_first(load: Load, tmp_pat
     tries = list[str]()
     sweeps.at_once(session, ["d"], lambda row: asked, lambda row, settings: bool(tries.append(row)))  # no time
     assert len(tries) == 3
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["time left", "none left"])
+def test_a_trial_that_ends_its_process_is_recorded_and_the_rest_goes_on(load: Load, cut: bool) -> None:
+    sweeps = load("training", "sweeps")["sweeps"]
+    wanted, records, plans = [{"compile": None, "n": n} for n in range(3)], list[dict[str, Any]](), list[Any]()
+
+    def child(plan: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        plans.append(plan["settings"])
+        found = [{"settings": each} for each in plan["settings"] if each["n"] != 1]
+        whole = {"found": found, "ok": True, "error": None, "timed_out": False, "wall_s": 1.0}
+        return whole if len(plans) > 1 else whole | {"found": found[:1], "ok": False, "error": "killed"}
+
+    def fits(seconds: float) -> bool:
+        return bool(seconds) or not cut
+
+    session = SimpleNamespace(
+        nvml=SimpleNamespace(gpu="CPU"), fits=fits, child=child, add=lambda **record: records.append(record)
+    )
+    plan = {"work": "tweets/base", "side": "hf"}
+    assert sweeps.attempt(session, wanted, plan, {"work": "w"}, size="base") is not cut
+    assert plans == ([wanted] if cut else [wanted, wanted[2:]])
+    tried = [(record["settings"]["n"], record.get("error")) for record in records]
+    assert tried == ([(0, None)] if cut else [(0, None), (1, "killed"), (2, None)])

@@ -261,12 +261,12 @@ def _beyond(
     window: LongWindow, found: Equivalence, device: torch.device, precision: str, kernel: Kernel
 ) -> Equivalence:
     """Return what was found with a short window, or a refusal where texts that exceed the real one tell otherwise."""
-    assert found.form is not None
+    form = found.form
+    assert form is not None
     refused = replace(
         found, packed=False, half_weights=False, recorded=False, float8_error=None, float8_shapes=(),
         float8_activated=(),
     )  # fmt: skip
-    form = found.form
     error = window.forward_error(form)
     if not error <= TOLERANCES["fp32"].logits:
         why = f"its packed logits differ from the plain ones by {error:.1e} at a window of {window.real} tokens"
