@@ -117,7 +117,7 @@ def train_rounds(
     _fix_shapes(wanted=mode is not None and padding in ("buckets", "max_length"))
     half = settings.get("precision", "bf16") == "bf16"
     fast = {"bf16": half} if cuda else {"use_cpu": True}
-    if cuda and mode != "max-autotune":  # which reads what this sets by torch's older name, and fails
+    if cuda:
         fast["tf32"] = True
     if workers:
         fast |= {"dataloader_persistent_workers": True}
@@ -140,6 +140,8 @@ def train_rounds(
         seed=0,
         **fast | settings.get("arguments", {}),
     )
+    if cuda and mode == "max-autotune":
+        _name_tf32_as_of_old()
     collator = (_Buckets if padding == "buckets" else DataCollatorWithPadding)(
         tokenizer,
         padding="max_length" if padding == "max_length" else "longest",
@@ -190,6 +192,12 @@ def _fix_shapes(*, wanted: bool) -> None:
     """Have torch compile each shape apart, as many as there are, or symbolic shapes where a second one comes."""
     torch._dynamo.config.automatic_dynamic_shapes = not wanted
     torch._dynamo.config.recompile_limit = 64 if wanted else 8
+
+
+def _name_tf32_as_of_old() -> None:
+    """Allow TF32 by torch's older name: what Trainer sets, its autotuner (torch 2.11) refuses to read."""
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("high")
 
 
 def _alone() -> bool:

@@ -100,6 +100,20 @@ def test_a_round_in_which_torch_compiled_is_left_out(load: Load, monkeypatch: py
         assert clock.left_out == (6 if every else 2 if clean else 0)
 
 
+def test_an_autotuner_can_read_that_tf32_is_allowed(load: Load) -> None:
+    side = load("training", "trainer_side")["trainer_side"]
+    try:
+        torch.backends.fp32_precision = "tf32"  # as transformers does where Trainer compiles
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        side._name_tf32_as_of_old()
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
+
+
 @pytest.mark.scripts
 def test_measures_both_sides_of_a_row_once(tmp_path: Path) -> None:
     words = ("--no-sweep", "--rows", "tweets/minilm")
