@@ -19,6 +19,11 @@ MOST_S = {None: 60.0, "default": 180.0, "reduce-overhead": 240.0, "max-autotune"
 LARGE_FACTOR, CPU_FACTOR, SHARED_FACTOR = {"large": 2.0, "modernbert": 2.0}, 10.0, 2.0
 
 
+def spent_s(tried: Iterable[dict[str, Any]]) -> float:
+    """Seconds that trials took, waiting for turns left out."""
+    return sum(each.get("wall_s", 0.0) for each in tried)
+
+
 def alike(wanted: Sequence[Settings]) -> list[list[Settings]]:
     """Return settings as processes try them, in order: those not compiled share one, others have their own."""
     groups: list[list[Settings]] = []

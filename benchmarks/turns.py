@@ -14,6 +14,7 @@ from typing import IO
 
 _VARIABLE = "BENCHMARK_TURNS"
 _held: list[IO[str]] = []
+_waits_s: list[float] = []
 
 
 def begin(folder: Path) -> None:
@@ -40,7 +41,13 @@ def take() -> float:
     file = Path(os.environ[_VARIABLE]).open("a")  # noqa: SIM115 (held until the turn is given back)
     fcntl.flock(file, fcntl.LOCK_EX)
     _held.append(file)
-    return time.perf_counter() - began
+    _waits_s.append(time.perf_counter() - began)
+    return _waits_s[-1]
+
+
+def waited_s() -> float:
+    """Seconds that this process has waited for its turns so far."""
+    return sum(_waits_s)
 
 
 def give() -> None:

@@ -4,6 +4,7 @@ repeats."""
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -64,13 +65,14 @@ def pace_of(work: Work, device: str, repeat_s: float, *, smoke: bool) -> Pace:
 
 
 def try_settings(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:
-    """Try each setting of the plan in a short run, timed in this process's turn: its `texts_per_s`, or `error`."""
+    """Try each setting of the plan in a short run, timed in this process's turn: its `texts_per_s`, or `error`, and
+    `wall_s`, the seconds that it took without waiting for the turn."""
     side, pool, pace = _begun(plan, inputs)
     for each in plan["settings"]:
-        yield {
-            "settings": each,
-            **_tried(lambda each=each: {"texts_per_s": _rate(side.prepare(each), pool, pace, each)}),
-        }
+        began, waited_s = time.perf_counter(), turns.waited_s()
+        found = _tried(lambda each=each: {"texts_per_s": _rate(side.prepare(each), pool, pace, each)})
+        wall_s = time.perf_counter() - began - (turns.waited_s() - waited_s)
+        yield {"settings": each, **found, "wall_s": round(wall_s, 1)}
 
 
 def measure(plan: dict[str, Any], inputs: Path) -> Iterator[dict[str, Any]]:

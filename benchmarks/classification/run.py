@@ -35,6 +35,8 @@ _EXPECTED_S = {
     "cpu": {"limits": 15.0, "pipeline": 120.0, "crossencoder": 60.0, "brimful": 60.0},
 }
 _EXPECTED_MORE_S = {"large": 15.0, "modernbert": 15.0}
+#: What a row keeps of a trial's record.
+_OF_A_TRIAL = ("settings", "texts_per_s", "error")
 
 
 def sides_of(session: Session, work: Work) -> list[str]:
@@ -44,11 +46,9 @@ def sides_of(session: Session, work: Work) -> list[str]:
 
 
 def trials(session: Session, work: Work, side: str) -> list[dict[str, Any]]:
-    """What this machine tried of another library's settings on this row: `settings`, and `texts_per_s` or `error`."""
+    """What this machine tried of another library on this row: `settings`, `texts_per_s` or `error`, `wall_s`."""
     wanted = {"work": work.for_others, "side": side, "device": session.arguments.device}
-    kept = ("settings", "texts_per_s", "error")
-    known = session.known("trial", here=True, **wanted)
-    return [{key: record[key] for key in kept if key in record} for record in known]
+    return session.known("trial", here=True, **wanted)
 
 
 def settings_of(session: Session, work: Work, side: str) -> list[dict[str, Any]]:
@@ -75,7 +75,9 @@ def wanted_of(session: Session, row: tuple[Work, str]) -> list[dict[str, Any]]:
         "fixed": not work.candidates,
         "smoke": session.arguments.smoke,
     }
-    return next_trials(trials(session, work, side), side, session.arguments.device, **about)
+    tried = trials(session, work, side)
+    wanted = next_trials(tried, side, session.arguments.device, **about)
+    return wanted if sweeps.spent_s(tried) < session.arguments.sweep_s else []
 
 
 def sweep(session: Session, work: Work, side: str) -> bool:
@@ -88,8 +90,10 @@ def sweep(session: Session, work: Work, side: str) -> bool:
 
 
 def _try(session: Session, row: tuple[Work, str], wanted: list[dict[str, Any]]) -> bool:
-    """Trials of one process; False if there was no time for all."""
+    """Trials of one process, as long as the sweep may take; False if there was no time for all."""
     work, side = row
+    if sweeps.spent_s(trials(session, work, side)) >= session.arguments.sweep_s:
+        return True
     plan = plan_of(session, work, side, wanted) | {"trial": True}
     about = {"work": work.for_others, "side": side, "device": session.arguments.device}
     return sweeps.attempt(session, wanted, plan, about, size=work.size)
@@ -150,7 +154,7 @@ def row(session: Session, work: Work) -> bool:
         for each in result["found"]:
             if "error" in each:
                 say(f"{work.name}, {side}, {json.dumps(each['settings'])}: {each['error']}")
-        result["found"] = [*tried, *result["found"]]
+        result["found"] = [{key: r[key] for key in _OF_A_TRIAL if key in r} for r in tried] + result["found"]
         session.add(kind="row", work=work.name, side=side, sides=sides, asked=asked, versions=versions, **result)
         well = well and result["ok"]
     return well
@@ -237,6 +241,7 @@ def main() -> None:
     parser.add_argument("--repeat-s", type=float, help="seconds of one repeat, about; default: 2, on a CPU 5")
     parser.add_argument("--precisions", nargs="+", help="brimful's; default: bf16 fp16, on a CPU auto fp32")
     parser.add_argument("--at-once", type=int, default=1, help="sweeps that share the GPU by turns")
+    parser.add_argument("--sweep-s", type=float, default=600.0, help="most seconds of a side's trials; default: 600")
     parser.add_argument("--execution", help="brimful's; default: compiled, from file to file and on a CPU auto")
     arguments = parser.parse_args()
     arguments.inputs = arguments.inputs or default_inputs("classification", smoke=arguments.smoke)

@@ -62,12 +62,7 @@ def next_trials(session: Session, work: Work) -> list[Settings]:
     wanted = trainer_settings.next_trials(tried, base, flash=flash, batches=work.batches)
     if session.arguments.smoke:
         return [each for each in wanted if each["compile"] is None][:3]
-    return wanted if _swept_s(session, work) < session.arguments.sweep_s else []
-
-
-def _swept_s(session: Session, work: Work) -> float:
-    """Seconds that the trials of a row took so far."""
-    return float(sum(r["wall_s"] for r in trials(session, work)))
+    return wanted if sweeps.spent_s(tried) < session.arguments.sweep_s else []
 
 
 def sweep(session: Session, work: Work) -> bool:
@@ -81,7 +76,7 @@ def sweep(session: Session, work: Work) -> bool:
 
 def _try(session: Session, work: Work, wanted: list[Settings]) -> bool:
     """Trials of one process, as long as the sweep may take; False if there was no time for all."""
-    if _swept_s(session, work) >= session.arguments.sweep_s:
+    if sweeps.spent_s(trials(session, work)) >= session.arguments.sweep_s:
         return True
     plan = {"work": work.name, "side": "hf", "smoke": session.arguments.smoke}
     plan |= {"warm_up": 2, "steps": 2, "rounds": 2, "trial_s": 0.1} if session.arguments.smoke else _TRIAL
@@ -226,7 +221,7 @@ def dry_run(session: Session, works: list[Work]) -> None:
     print(f"{total:5.0f} s  limits of the machine, and files for both sides")
     for work in works:
         if next_trials(session, work):
-            seconds = max(0.0, session.arguments.sweep_s - _swept_s(session, work))
+            seconds = max(0.0, session.arguments.sweep_s - sweeps.spent_s(trials(session, work)))
             total += seconds
             print(f"{seconds:5.0f} s  {work.name}: Trainer's settings, at most")
         for side in work.sides:
