@@ -47,7 +47,7 @@ def test_the_guides_nine_rows_have_the_guides_settings() -> None:
 
 
 def test_every_set_of_rows_is_accepted_by_train() -> None:
-    for name in ("default", "guide", "levers", "lean"):
+    for name in ("default", "best", "guide", "levers", "lean"):
         check_rows(asked(name))
         rows = rows_of(asked(name), longest=128, on_gpu=False)
         assert rows[0] == PLAIN
@@ -63,6 +63,8 @@ def test_rows_that_need_a_gpu_say_what_for() -> None:
     assert rows["brimful: bf16, compiled"] == "compiled steps"
     assert rows["brimful: states offloaded"] == "states in host memory"
     assert rows["brimful: bf16"] is rows["trainer: accumulation"] is None
+    rows = {row.key: row.needs_gpu for row in rows_of(asked("best"), longest=128, on_gpu=False)}
+    assert rows["trainer: bf16, CUDA graphs"] == rows["trainer: bf16, compiled"] == "compiled steps"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ def test_rows_of_one_name_with_other_settings_are_told_apart(on_gpu: bool) -> No
 @pytest.mark.parametrize(
     ("given", "said", "hint"),
     [
-        ({"rows": "fast"}, "it is no set of rows", "default, guide, levers, lean"),
+        ({"rows": "fast"}, "it is no set of rows", "default, best, guide, levers, lean"),
         ({"rows": "presicion=bf16"}, "which is no lever", "did you mean precision?"),
         ({"rows": "precision=bf16+precision=fp32"}, "has precision twice", "name each lever once"),
         ({"rows": "learning_rate=1"}, "which is no lever", "the levers are"),

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import Trainer
 
 from brimful.benchmarking import figures
+from brimful.benchmarking.fixed_lengths import lengths_for
 from brimful.benchmarking.our_side import measure_ours
 from brimful.benchmarking.trainer_side import measure_trainers
 from brimful.benchmarking.worker import failure, measure
@@ -135,6 +137,37 @@ def test_accumulation_of_trainer_is_said_and_its_loss_is_the_mean(folder: Path) 
     assert split.loss == pytest.approx(plain.loss, rel=0.05)
     assert "4.0 times the mean loss of its micro-batches" in listener.warnings[0]
     assert ours(asked, token_budget=40).loss == pytest.approx(plain.loss, rel=1e-3)
+
+
+def test_trainer_pads_to_few_lengths_and_meets_each_before_its_timed_steps(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [("long " * (1 + i // 2), ("bad", "good")[i % 2]) for i in range(48)]
+    write_csv(folder / "lengths.csv", ("text", "label"), rows)
+    asked, listener, seen = options(folder, "lengths.csv"), Heard(), list[int]()
+    step = Trainer.training_step
+
+    def watched(trainer: Trainer, model: Any, inputs: dict[str, Any], *more: Any) -> torch.Tensor:
+        seen.append(inputs["input_ids"].shape[1])
+        return step(trainer, model, inputs, *more)
+
+    monkeypatch.setattr(Trainer, "training_step", watched)
+    plain = theirs(asked)
+    lengths = set(seen)
+    seen.clear()
+    padded = theirs(asked, listener, padded_lengths=2)
+    met = seen[1:-5]  # between the first of six steps and the others
+    assert len(lengths) > 2
+    assert set(seen) == set(met) == {max(lengths), *met}
+    assert sorted(met) == sorted([*set(met)] * 3)
+    assert len(set(met)) == 2
+    assert padded.loss == pytest.approx(plain.loss, rel=1e-5)
+    assert listener.warnings == ["compiled for 2 lengths in 0 s, before its timed steps"]
+
+
+@pytest.mark.parametrize(("most", "lengths"), [(1, (77,)), (2, (24, 77)), (9, (8, 16, 24, 77))])
+def test_few_lengths_hold_all_batches_with_the_fewest_tokens(most: int, lengths: tuple[int, ...]) -> None:
+    assert lengths_for([5, 14, 15, 16, 22, 77], most) == lengths
 
 
 def test_classes_of_arithmetic(folder: Path) -> None:

@@ -18,7 +18,15 @@ from brimful.benchmarking.figures import together
 from brimful.benchmarking.folder import BenchFolder
 from brimful.benchmarking.needed import check_accelerate
 from brimful.benchmarking.process import Ended, Watch, run_plan
-from brimful.benchmarking.rows import check_rows, in_turns, recommended_of, rows_of, same_rows, words_of
+from brimful.benchmarking.rows import (
+    PADDED_LENGTHS,
+    check_rows,
+    in_turns,
+    recommended_of,
+    rows_of,
+    same_rows,
+    words_of,
+)
 from brimful.benchmarking.stopping import GOES_ON, name_of, stopped_by_sigterm
 from brimful.benchmarking.told import START_S, STEPS_S, more_time, tell, work_text
 from brimful.core.bench import LEAST_BLOCKS, RECOMMENDED, RESULTS, Bench, BenchRow, Measured, Row, Steps, Workload
@@ -41,6 +49,8 @@ _LEAST_S = 2.0
 _MOST_ROW_S = 3600.0
 #: How much longer than expected a row may take before it is ended, where the budget is not over sooner.
 _PATIENCE = 6.0
+#: Seconds more that a row may take which compiles each length of a batch.
+_COMPILING_S = 400.0
 #: Spread of a row's blocks above which another process measures it, too.
 _UNEVEN = 0.1
 
@@ -94,6 +104,10 @@ class BenchRun:
         self._callbacks.note(work_text(self._work, self._steps_now))
         for other, key in same_rows(self._options, longest=workload.longest_tokens, on_gpu=workload.on_gpu).items():
             self._callbacks.note(f"{other}: the same settings as {key}, measured once, under that name")
+        if workload.on_gpu and not any(row.settings.get("torch_compile") for row in rows):
+            self._callbacks.note(
+                "no row of Trainer is compiled: --rows best has its fastest, which take minutes to compile"
+            )
         for name in self._folder.broken():
             self._callbacks.note(f"{name} cannot be read: its row counts as not measured")
         for number, row in enumerate(in_turns(rows)):
@@ -264,7 +278,8 @@ class BenchRun:
         expected, left = self._expected_s(), self._left_s()
         if left is not None and not self._fits(expected, left, recommends=after > 0):
             return None
-        limit = min(_MOST_ROW_S if left is None else left, max(120.0, _PATIENCE * expected))
+        patience = max(120.0, _PATIENCE * expected) + (_COMPILING_S if PADDED_LENGTHS in row.settings else 0.0)
+        limit = min(_MOST_ROW_S if left is None else left, patience)
         total, last = self._steps_now.total, 0
 
         def told(done: int) -> None:

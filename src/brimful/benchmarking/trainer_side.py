@@ -19,6 +19,8 @@ from torch.utils.data import Dataset
 from transformers import DataCollatorWithPadding, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from brimful.benchmarking.figures import Blocks, figures
+from brimful.benchmarking.fixed_lengths import FixedLengths, compiled_apart, lengths_for, meet_shapes
+from brimful.benchmarking.rows import PADDED_LENGTHS
 from brimful.benchmarking.workload import Work, useful_flops
 from brimful.core.bench import Measured, Steps
 from brimful.core.callbacks import Callbacks
@@ -48,6 +50,12 @@ def measure_trainers(
         arguments = _arguments(work, settings, steps, folder)
         clock = _Clock(steps, told, until)
         collator = None if work.random else DataCollatorWithPadding(work.prepared.tokenizer)
+        if PADDED_LENGTHS in settings:
+            stack.enter_context(compiled_apart())
+            clock.meets = not work.random
+            if clock.meets:
+                fixed = _lengths(work, arguments.per_device_train_batch_size, steps, settings[PADDED_LENGTHS])
+                collator = FixedLengths(work.prepared.tokenizer, fixed)
         trainer = _Watched(
             model=model, args=arguments, train_dataset=_Rows(work, steps), data_collator=collator, callbacks=[clock]
         )
@@ -57,6 +65,8 @@ def measure_trainers(
         memory = MemoryWatch(device, trainer.phases, limit=options.memory_limit)
         trainer.train()
         peak = memory.peak()
+        if clock.met_s is not None:
+            callbacks.warning(f"compiled for {len(fixed)} lengths in {clock.met_s:.0f} s, before its timed steps")
     blocks = clock.blocks
     if not blocks.is_over(steps):
         raise RuntimeError(f"Trainer ended after {trainer.state.global_step} of {steps.total} steps")
@@ -93,7 +103,14 @@ def _arguments(work: Work, settings: Mapping[str, Any], steps: Steps, folder: st
         "logging_nan_inf_filter": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
         "log_level": "error",
     }  # fmt: skip
-    return TrainingArguments(output_dir=folder, **{**fixed, **settings})
+    given = {name: value for name, value in settings.items() if name != PADDED_LENGTHS}
+    return TrainingArguments(output_dir=folder, **{**fixed, **given})
+
+
+def _lengths(work: Work, rows: int, steps: Steps, most: int) -> tuple[int, ...]:
+    """At most so many lengths for the micro-batches of these steps, of so many rows each."""
+    lengths = work.lengths(range(steps.total))
+    return lengths_for([lengths[start : start + rows].max() for start in range(0, len(lengths), rows)], most)
 
 
 def _arithmetic(settings: Mapping[str, Any]) -> Arithmetic:
@@ -151,6 +168,7 @@ class _Watched(Trainer):  # type: ignore[misc]
         super().__init__(**arguments)
         self.computed: list[int] = []
         self.losses: list[torch.Tensor] = []
+        self.step_arguments: tuple[Any, ...] = ()
         self._backward = ExitStack()
 
     @property
@@ -159,6 +177,7 @@ class _Watched(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **others: Any) -> Any:
         self.computed.append(inputs["input_ids"].numel())
+        self.step_arguments = arguments
         with self._backward:
             return super().training_step(model, inputs, *arguments, **others)
 
@@ -175,9 +194,14 @@ class _Watched(Trainer):  # type: ignore[misc]
 
 
 class _Clock(TrainerCallback):  # type: ignore[misc]
-    """Notes the time at the edges of blocks, and ends the training after the last one."""
+    """Notes the time at the edges of blocks, and ends the training after the last one.
+
+    meets: micro-batches of all lengths are met after the first step; met_s: the seconds that it took.
+    """
 
     watched: _Watched
+    meets = False
+    met_s: float | None = None
 
     def __init__(self, steps: Steps, told: Callable[[int], None], until: float | None) -> None:
         self.blocks, self._steps, self._told, self._update = Blocks(until=until), steps, told, ExitStack()
@@ -195,6 +219,8 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
         if done == 1:
             _wait()
             self.blocks.first_step_at = time.perf_counter()
+            if self.meets:
+                self.met_s = meet_shapes(self.watched, self.watched.step_arguments)
         if done >= self._steps.warm_up and (done - self._steps.warm_up) % self._steps.block == 0:
             _wait()
             self.blocks.mark()

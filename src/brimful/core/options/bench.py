@@ -23,9 +23,10 @@ class BenchOptions:
     """Folder for results.json, results.csv, results.md, bench.html and the rows. The same command with the same folder
     goes on where it stopped."""
     rows: str = "default"
-    """Rows to measure, separated by commas: `default`, `guide` (the table of Hugging Face's guide to one GPU, and
-    ours), `lean` (ours in the least memory), `levers` (each way to train of brimful, with Trainer's counterpart), or
-    settings of train as `precision=bf16`, several of one row joined by `+`. Trainer's plain row is always first."""
+    """Rows to measure, separated by commas: `default`, `best` (the fastest of both sides, compiled), `guide` (the table
+    of Hugging Face's guide to one GPU, and ours), `lean` (ours in the least memory), `levers` (each way to train of
+    brimful, with Trainer's counterpart), or settings of train as `precision=bf16`, several of one row joined by `+`.
+    Trainer's plain row is always first."""
     shape: str | None = None
     """ROWSxTOKENS of random tokens, as 512x512, where no DATA are given. Default: 512x512; on a CPU 256x128."""
     batch_size: int = 32
