@@ -20,7 +20,7 @@ LARGE_FACTOR, CPU_FACTOR, SHARED_FACTOR = {"large": 2.0, "modernbert": 2.0}, 10.
 
 
 def spent_s(tried: Iterable[dict[str, Any]]) -> float:
-    """Seconds that trials took, waiting for turns left out."""
+    """Seconds that trials took, waiting for turns left out but in those that ended their process."""
     return sum(each.get("wall_s", 0.0) for each in tried)
 
 
@@ -56,8 +56,9 @@ def attempt(
             return False
         say(f"{plan['work']}, {plan['side']}: {len(wanted)} settings, compile {kind}")
         result = session.child(plan | {"settings": wanted}, len(wanted) * most_s)
-        for each in result["found"]:
-            session.add(kind="trial", **about, **each, **noted(each))
+        lines = [{**each, **noted(each)} for each in result["found"]]
+        for each in lines:
+            session.add(kind="trial", **about, **each)
         wanted = wanted[len(result["found"]) :]
         if wanted and not result["ok"] and not session.fits(0):
             return False  # cut by the budget, which says nothing of the setting
@@ -65,7 +66,9 @@ def attempt(
             failed, *wanted = wanted
             why = {"error": result["error"] or "no result", "timed_out": result["timed_out"]}
             say(f"{plan['work']}, {plan['side']}, {json.dumps(failed)}: {why['error']}")
-            session.add(kind="trial", **about, settings=failed, ok=False, wall_s=result["wall_s"], **why)
+            # Of a process that ended, only the limit of a trial tells what was no waiting for a turn.
+            wall_s = min(result["wall_s"] - spent_s(lines), most_s)
+            session.add(kind="trial", **about, settings=failed, ok=False, wall_s=round(wall_s, 1), **why)
     return True
 
 

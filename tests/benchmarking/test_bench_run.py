@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -689,6 +690,31 @@ def test_a_budget_that_no_row_fits_is_told_by_what_was_measured(
 
 
 @pytest.mark.usefixtures("undrawn")
+def test_compiling_is_once_in_the_budget_that_a_row_needs(
+    tmp_path: Path, plans: Plans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took 80 s, and then two steps of five 8 s."""
+    now = [0.0]
+    monkeypatch.setattr(bench_run, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    ends = [Ended(found=None, reason="no"), Ended(found=None, timed_out=True, reason="slow", wall_s=88.0)]
+
+    def stepped(plan: Mapping[str, Any], watch: Watch, *, limit_s: float | None, folder: Path) -> Ended:
+        if plan["row"] is None or not plan["row"]["settings"].get("torch_compile"):
+            return plans(plan, watch, limit_s=limit_s, folder=folder)
+        for seconds, step in ((80.0, 1), (8.0, 2)):
+            now[0] += seconds
+            watch.told(step)
+        return ends.pop(0)
+
+    monkeypatch.setattr(bench_run, "run_plan", stepped)
+    asked: dict[str, Any] = {"rows": "precision=bf16+execution=compiled", "steps": 1, "repeats": 3, "warmup_steps": 2}
+    bench(tmp_path, budget_s=0.0, **asked)
+    found = bench(tmp_path, budget_s=88.0, **asked)
+    assert statuses(found)["trainer: precision=bf16+execution=compiled"] == "left"
+    assert found.needs_budget_s == 100.0  # 80 s, and 20 of five steps
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_each_call_goes_on_by_a_row_at_least(tmp_path: Path, plans: Plans) -> None:
     """Though there is no time for it and the recommended one."""
     plans.wall_s = 40.0
@@ -717,6 +743,7 @@ def test_none_is_recommended_where_all_rows_change_what_is_learned(tmp_path: Pat
     options = BenchOptions(model="m", output=str(tmp_path / "b"), batch_size=4, rows="weight_decay=0.1")
     assert bench_run.run_bench(options, heard, command="brimful bench m").recommended is None
     assert "changes neither arithmetic nor what is learned (optimizer, clipping, weight decay)" in told[-1]
+    assert told[-1].endswith("; of the others 1 failed")
 
 
 def test_a_process_that_somebody_killed_did_not_run_out_of_memory(tmp_path: Path) -> None:

@@ -152,6 +152,8 @@ def test_rows_of_one_name_with_other_settings_are_told_apart(on_gpu: bool) -> No
     ("given", "said", "hint"),
     [
         ({"rows": "fast"}, "it is no set of rows", "default, best, guide, levers, lean"),
+        ({"rows": "bset"}, "it is no set of rows", "did you mean best?"),
+        ({"rows": "precision=bf16+"}, "a lever is missing beside +", "precision=bf16+optim=adafactor"),
         ({"rows": "presicion=bf16"}, "which is no lever", "did you mean precision?"),
         ({"rows": "precision=bf16+precision=fp32"}, "has precision twice", "name each lever once"),
         ({"rows": "learning_rate=1"}, "which is no lever", "the levers are"),

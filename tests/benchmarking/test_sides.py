@@ -26,6 +26,7 @@ from brimful.core.bench import Measured, Steps
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import InputError, OptionError
 from brimful.core.options.bench import BenchOptions
+from brimful.measurement.memory import PhaseMemory
 from tiny_files import save_classifier, write_csv, write_reviews
 
 
@@ -163,6 +164,33 @@ def test_trainer_pads_to_few_lengths_and_meets_each_before_its_timed_steps(
     assert len(set(met)) == 2
     assert padded.loss == pytest.approx(plain.loss, rel=1e-5)
     assert listener.warnings == ["compiled for 2 lengths in 0 s, before its timed steps"]
+
+
+def test_what_is_met_is_no_step_of_trainers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its memory nor its loss is noted."""
+    rows = [("long " * (1 + i // 2), ("bad", "good")[i % 2]) for i in range(48)]
+    write_csv(folder / "lengths.csv", ("text", "label"), rows)
+    watched = list[int]()
+    forward = PhaseMemory.forward
+
+    def counted(phases: PhaseMemory, step: int) -> Any:
+        watched.append(step)
+        return forward(phases, step)
+
+    monkeypatch.setattr(PhaseMemory, "forward", counted)
+    steps, asked = Steps(warm_up=1, repeats=3, block=1), options(folder, "lengths.csv")
+    found = [
+        measure_trainers(make_work(asked, Callbacks()), settings, steps, Callbacks(), lambda _: None)
+        for settings in ({}, {"padded_lengths": 2})
+    ]
+    assert watched == [0, 1, 0, 1]
+    assert found[1].loss == pytest.approx(found[0].loss, rel=1e-5)
+
+
+def test_trainer_has_workers(folder: Path) -> None:
+    fed = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
+    asked = options(folder)
+    assert theirs(asked, **fed).loss == pytest.approx(theirs(asked).loss, rel=1e-5)
 
 
 @pytest.mark.parametrize(("most", "lengths"), [(1, (77,)), (2, (24, 77)), (9, (8, 16, 24, 77))])

@@ -263,8 +263,8 @@ def test_a_trial_that_ends_its_process_is_recorded_and_the_rest_goes_on(load: Lo
 
     def child(plan: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         plans.append(plan["settings"])
-        found = [{"settings": each} for each in plan["settings"] if each["n"] != 1]
-        whole = {"found": found, "ok": True, "error": None, "timed_out": False, "wall_s": 1.0}
+        found = [{"settings": each, "wall_s": 30.0} for each in plan["settings"] if each["n"] != 1]
+        whole = {"found": found, "ok": True, "error": None, "timed_out": False, "wall_s": 50.0}
         return whole if len(plans) > 1 else whole | {"found": found[:1], "ok": False, "error": "killed"}
 
     def fits(seconds: float) -> bool:
@@ -278,3 +278,4 @@ def test_a_trial_that_ends_its_process_is_recorded_and_the_rest_goes_on(load: Lo
     assert plans == ([wanted] if cut else [wanted, wanted[2:]])
     tried = [(record["settings"]["n"], record.get("error")) for record in records]
     assert tried == ([(0, None)] if cut else [(0, None), (1, "killed"), (2, None)])
+    assert sweeps.spent_s(records) == (30.0 if cut else 80.0)

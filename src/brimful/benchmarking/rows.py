@@ -51,12 +51,14 @@ _LEAN: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 #: Of Trainer's rows: most lengths that batches are padded to, each of which is a CUDA graph. No setting of its own.
 PADDED_LENGTHS = "padded_lengths"
+_FED = {"dataloader_num_workers": 4, "dataloader_persistent_workers": True}
 _GRAPHS = {"torch_compile": True, "torch_compile_mode": "reduce-overhead", PADDED_LENGTHS: 4}
 #: Trainer's plain row, which all others are compared with.
 PLAIN = Row(side="trainer", name="plain")
 _OUR_PLAIN = "brimful: plain"
 #: Trainer's row in the precision that rows of `LEVER=VALUE` have on a GPU.
 _HALF = Row(side="trainer", name="bf16", settings={"bf16": True}, base=PLAIN.key)
+_WITH_WORKERS = "trainer: bf16, workers"
 
 
 def rows_of(options: BenchOptions, *, longest: int, on_gpu: bool) -> list[Row]:
@@ -94,7 +96,8 @@ def _named(options: BenchOptions, *, longest: int, on_gpu: bool) -> list[Row]:
             rows = [*([_HALF] if on_gpu else []), plain, *_asked(options, name, precision, plain.key)]
         else:
             said = f"--rows has '{printable(name)}': it is no set of rows and no LEVER=VALUE"
-            raise OptionError(said, hint=f"the sets are {', '.join(_PRESETS)}; as in --rows guide,precision=bf16")
+            known = f"the sets are {', '.join(_PRESETS)}; as in --rows guide,precision=bf16"
+            raise OptionError(said, hint=did_you_mean(name, list(_PRESETS)) or known)
         found += apart(found, [_with_needs(row, on_gpu) for row in rows])
     unique = dict[str, Row]()
     for row in found:
@@ -164,13 +167,14 @@ def _default(batch_size: int, longest: int) -> list[Row]:
 
 
 def _best(batch_size: int, longest: int) -> list[Row]:
-    """Trainer compiled, as CUDA graphs too, beside ours: the fastest of both sides."""
-    bf16: dict[str, Any] = {"precision": "bf16"}
+    """Trainer with workers and compiled, as CUDA graphs too, beside ours."""
+    theirs, bf16 = {"bf16": True, **_FED}, {"precision": "bf16"}
     return [
-        _HALF,
-        Row(side="trainer", name="bf16, compiled", settings={"bf16": True, "torch_compile": True}, base=_HALF.key),
-        Row(side="trainer", name="bf16, CUDA graphs", settings={"bf16": True} | _GRAPHS, base=_HALF.key),
-        _ours("bf16", bf16, PLAIN.key),
+        Row(side="trainer", name="bf16, workers", settings=theirs, base=PLAIN.key),
+        Row(side="trainer", name="bf16, compiled", settings=theirs | {"torch_compile": True}, base=_WITH_WORKERS),
+        Row(side="trainer", name="bf16, CUDA graphs", settings=theirs | _GRAPHS, base=_WITH_WORKERS),
+        _ours("fp32", {"precision": "fp32"}, PLAIN.key),
+        _ours("bf16", bf16, "brimful: fp32"),
         _ours("bf16, compiled", bf16 | _COMPILED, "brimful: bf16"),
     ]
 
@@ -280,6 +284,9 @@ def _asked(options: BenchOptions, text: str, precision: str, plain: str) -> list
     settings: dict[str, Any] = {"precision": "bf16" if "weight_dtype=bf16" in text.replace("-", "_") else precision}
     named = set[str]()
     for part in text.split("+"):
+        if not part.strip():
+            said = f"--rows has '{printable(text)}': a lever is missing beside +"
+            raise OptionError(said, hint="as in --rows precision=bf16+optim=adafactor")
         name, _, value = part.partition("=")
         name = name.strip().removeprefix("--").replace("-", "_")
         if name not in SETTINGS:

@@ -18,17 +18,9 @@ from brimful.benchmarking.figures import together
 from brimful.benchmarking.folder import BenchFolder
 from brimful.benchmarking.needed import check_accelerate
 from brimful.benchmarking.process import Ended, Watch, run_plan
-from brimful.benchmarking.rows import (
-    PADDED_LENGTHS,
-    check_rows,
-    in_turns,
-    recommended_of,
-    rows_of,
-    same_rows,
-    words_of,
-)
+from brimful.benchmarking.rows import check_rows, in_turns, recommended_of, rows_of, same_rows, words_of
 from brimful.benchmarking.stopping import GOES_ON, name_of, stopped_by_sigterm
-from brimful.benchmarking.told import START_S, STEPS_S, more_time, tell, work_text
+from brimful.benchmarking.told import START_S, STEPS_S, missing_text, more_time, tell, work_text
 from brimful.core.bench import LEAST_BLOCKS, RECOMMENDED, RESULTS, Bench, BenchRow, Measured, Row, Steps, Workload
 from brimful.core.callbacks import Callbacks
 from brimful.core.command_line import command_of
@@ -49,7 +41,7 @@ _LEAST_S = 2.0
 _MOST_ROW_S = 3600.0
 #: How much longer than expected a row may take before it is ended, where the budget is not over sooner.
 _PATIENCE = 6.0
-#: Seconds more that a row may take which compiles each length of a batch.
+#: Seconds more that a row of Trainer may take which is compiled.
 _COMPILING_S = 400.0
 #: Spread of a row's blocks above which another process measures it, too.
 _UNEVEN = 0.1
@@ -106,8 +98,10 @@ class BenchRun:
             self._callbacks.note(f"{other}: the same settings as {key}, measured once, under that name")
         if workload.on_gpu and not any(row.settings.get("torch_compile") for row in rows):
             self._callbacks.note(
-                "no row of Trainer is compiled: --rows best has its fastest, which take minutes to compile"
+                "no row of Trainer is compiled: --rows best has such rows, which take minutes to compile"
             )
+        if not workload.on_gpu and (num := sum(row.needs_gpu is not None for row in rows)):
+            self._callbacks.note(f"{num} of {len(rows)} rows need a GPU, and are not measured here")
         for name in self._folder.broken():
             self._callbacks.note(f"{name} cannot be read: its row counts as not measured")
         for number, row in enumerate(in_turns(rows)):
@@ -278,14 +272,18 @@ class BenchRun:
         expected, left = self._expected_s(), self._left_s()
         if left is not None and not self._fits(expected, left, recommends=after > 0):
             return None
-        patience = max(120.0, _PATIENCE * expected) + (_COMPILING_S if PADDED_LENGTHS in row.settings else 0.0)
+        compiles = bool(row.settings.get("torch_compile"))
+        patience = max(120.0, _PATIENCE * expected) + (_COMPILING_S if compiles else 0.0)
         limit = min(_MOST_ROW_S if left is None else left, patience)
-        total, last = self._steps_now.total, 0
+        total, last, compiled_s = self._steps_now.total, 0, 0.0
 
         def told(done: int) -> None:
-            nonlocal last
-            last, spent = done, time.monotonic() - began
-            here = max(expected - spent, spent * (total - done) / done if done > 1 else 0.0)
+            nonlocal last, compiled_s
+            spent = time.monotonic() - began
+            if compiles and done and not last:
+                compiled_s = spent
+            last, in_steps = done, spent - compiled_s
+            here = max(expected - spent, in_steps * (total - done) / done if done > 1 else 0.0)
             later = max(0.0, here) + after * expected
             later = later if left is None else min(later, max(0.0, left - spent))
             self._callbacks.working(f"{place}: {row.key}, step {done} of {total}, {seconds_text(later)} left",
@@ -294,7 +292,7 @@ class BenchRun:
         began, self._begun = time.monotonic(), True
         told(0)
         ended = self._measure(row, Watch(told=told), limit)
-        found = self._result(row, ended, last)
+        found = self._result(row, ended, last, compiled_s)
         if found.cut_short:
             self._cut_s = self._whole_s(found)
             self._walls.append(self._cut_s)
@@ -303,8 +301,8 @@ class BenchRun:
             self._walls += [] if found.wall_s is None else [found.wall_s]
         return found
 
-    def _result(self, row: Row, ended: Ended, num_steps: int) -> BenchRow:
-        """The row of an end. num_steps: that were done by then."""
+    def _result(self, row: Row, ended: Ended, num_steps: int, compiled_s: float) -> BenchRow:
+        """The row of an end, after so many steps. compiled_s: until the first, if that was compiled."""
         found, wall_s = ended.found or {}, round(ended.wall_s, 1)
         notes = tuple(found.get("notes") or ())
         if "measured" in found:
@@ -322,7 +320,8 @@ class BenchRun:
         reason = str(found.get("error") or ended.reason)
         if ended.timed_out and self._deadline is not None and time.monotonic() >= self._deadline - 1:
             total = self._steps_now.total
-            self._cut_s = wall_s * total / num_steps if num_steps else max(2 * wall_s, self._expected_s())
+            whole_s = compiled_s + (wall_s - compiled_s) * total / max(1, num_steps)
+            self._cut_s = whole_s if num_steps else max(2 * wall_s, self._expected_s())
             said = f"the budget was over after {num_steps} of {total} steps, in {wall_s:.0f} s"
             return BenchRow(row=row, status="left", reason=said, wall_s=wall_s)
         ran_out = bool(found.get("out_of_memory")) or ended.killed
@@ -339,7 +338,8 @@ class BenchRun:
             return
         if best is None:
             said = "fits, and changes neither arithmetic nor what is learned (optimizer, clipping, weight decay)"
-            self._callbacks.warning(f"none is recommended: no row of brimful's was measured that {said}")
+            why = missing_text([each for each in found if each.row.side == "brimful"])
+            self._callbacks.warning(f"none is recommended: no row of brimful's was measured that {said}{why}")
             return
         again = self._row(recommended_of(best), "the last row", 0)
         self._found.append(again)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from brimful.core.bench import Bench, BenchRow, Steps, Workload
 from brimful.core.callbacks import Callbacks
@@ -36,6 +36,14 @@ def tell(callbacks: Callbacks, work: Workload, found: BenchRow, *, again: bool =
 def _why(found: BenchRow) -> str:
     """Why a row has no figures; what there was no time for says so itself."""
     return str(found.reason) if found.status == "left" else f"{STATUS[found.status]}: {found.reason}"
+
+
+def missing_text(rows: Sequence[BenchRow]) -> str:
+    """Say how many of these rows have no figures, and why; empty where all have."""
+    reasons = (("unsupported", "cannot run here"), ("left", "had no time"), ("failed", "failed"))
+    counts = ((sum(each.status == status for each in rows), said) for status, said in reasons)
+    found = [f"{count} {said}" for count, said in counts if count]
+    return f"; of the others {', '.join(found)}" if found else ""
 
 
 def more_time() -> str:

@@ -66,7 +66,8 @@ def measure_trainers(
         trainer.train()
         peak = memory.peak()
         if clock.met_s is not None:
-            callbacks.warning(f"compiled for {len(fixed)} lengths in {clock.met_s:.0f} s, before its timed steps")
+            lengths_text = "1 length" if len(fixed) == 1 else f"{len(fixed)} lengths"
+            callbacks.warning(f"compiled for {lengths_text} in {clock.met_s:.0f} s, before its timed steps")
     blocks = clock.blocks
     if not blocks.is_over(steps):
         raise RuntimeError(f"Trainer ended after {trainer.state.global_step} of {steps.total} steps")
@@ -163,12 +164,13 @@ class _Watched(Trainer):  # type: ignore[misc]
 
     phases: PhaseMemory
     last_block: int
+    _meeting = False
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.computed: list[int] = []
         self.losses: list[torch.Tensor] = []
-        self.step_arguments: tuple[Any, ...] = ()
+        self._step_arguments: tuple[Any, ...] = ()
         self._backward = ExitStack()
 
     @property
@@ -177,11 +179,21 @@ class _Watched(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **others: Any) -> Any:
         self.computed.append(inputs["input_ids"].numel())
-        self.step_arguments = arguments
+        self._step_arguments = arguments
         with self._backward:
             return super().training_step(model, inputs, *arguments, **others)
 
+    def meet_shapes(self) -> float:
+        """Meet each length of the micro-batches, of which nothing is noted; the seconds that it took."""
+        self._meeting = True
+        try:
+            return meet_shapes(self, self._step_arguments)
+        finally:
+            self._meeting = False
+
     def compute_loss(self, *arguments: Any, **others: Any) -> Any:
+        if self._meeting:
+            return super().compute_loss(*arguments, **others)
         if self.watching:
             with self.phases.forward(self.state.global_step):
                 loss = super().compute_loss(*arguments, **others)
@@ -215,12 +227,12 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         done = int(state.global_step)
-        self._told(done)
         if done == 1:
             _wait()
             self.blocks.first_step_at = time.perf_counter()
             if self.meets:
-                self.met_s = meet_shapes(self.watched, self.watched.step_arguments)
+                self.met_s = self.watched.meet_shapes()
+        self._told(done)
         if done >= self._steps.warm_up and (done - self._steps.warm_up) % self._steps.block == 0:
             _wait()
             self.blocks.mark()

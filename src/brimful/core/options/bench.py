@@ -23,7 +23,7 @@ class BenchOptions:
     """Folder for results.json, results.csv, results.md, bench.html and the rows. The same command with the same folder
     goes on where it stopped."""
     rows: str = "default"
-    """Rows to measure, separated by commas: `default`, `best` (the fastest of both sides, compiled), `guide` (the table
+    """Rows to measure, separated by commas: `default`, `best` (compiled, for GPUs), `guide` (the table
     of Hugging Face's guide to one GPU, and ours), `lean` (ours in the least memory), `levers` (each way to train of
     brimful, with Trainer's counterpart), or settings of train as `precision=bf16`, several of one row joined by `+`.
     Trainer's plain row is always first."""
