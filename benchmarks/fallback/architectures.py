@@ -24,6 +24,8 @@ _HYBRID = {"head_dim": 64, "layer_types": ["linear_attention", "full_attention"]
 _HYBRID |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 _HYBRID |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 _INNER_MIXED = _MIXED | {"head_dim": 64, "vocab_size": 30522}
+#: Towers of images, which a classifier of texts has and never runs.
+_SIGHT = {"hidden_size": 64, "intermediate_size": 64}
 UNPACKED: dict[str, dict[str, Any]] = {
     "big_bird": {},
     "t5": {},
@@ -58,6 +60,21 @@ UNPACKED: dict[str, dict[str, Any]] = {
     | _EXPERTS
     | {"num_experts": 4, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256},
     "t5gemma": {"encoder": _INNER_MIXED, "decoder": _INNER_MIXED | {"cross_attention_hidden_size": 512}},
+    "t5gemma2": {
+        "encoder": {
+            "text_config": _INNER_MIXED,
+            "vision_config": _SIGHT | {"num_hidden_layers": 1, "num_attention_heads": 1},
+        },
+        "decoder": _INNER_MIXED,
+    },
+    "qwen3_5": {
+        "text_config": _INNER_MIXED | _HYBRID | {"pad_token_id": 0},
+        "vision_config": _SIGHT | {"depth": 1, "num_heads": 1, "out_hidden_size": 512},
+    },
+    "axk2": _MIXED
+    | _EXPERTS
+    | {"num_key_value_heads": 8, "n_routed_experts": 4, "moe_intermediate_size": 256, "first_k_dense_replace": 1}
+    | {"index_head_dim": 64, "index_n_heads": 4},
     "minimax": _MIXED | _EXPERTS | {"head_dim": 64, "num_local_experts": 4},
     "jamba": _MIXED | _EXPERTS | {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "zamba": _MIXED | {"layers_block_type": ["linear_attention", "hybrid"] * 2},

@@ -130,6 +130,7 @@ def train_rounds(
         torch_compile=mode is not None,
         torch_compile_mode=mode,
         train_sampling_strategy=settings["sampling"],
+        label_names=["labels"],  # which it does not find by itself in a class that wraps another's head, as Qwen3.5's
         logging_nan_inf_filter=settings["nan_filter"],
         dataloader_num_workers=workers,
         dataloader_pin_memory=cuda,
