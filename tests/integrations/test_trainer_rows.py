@@ -155,3 +155,14 @@ def test_labels_in_a_column_and_an_embedding_that_was_made_larger(tmp_path: Path
         runs.append(trained(kind, model, tmp_path, tokenizer, train_dataset=rows, **QUICK))
     assert runs[0].stock_reason is None
     assert_same_history(*runs)
+
+
+def test_labels_of_a_class_that_does_not_name_them(tmp_path: Path, tokenizer: Any) -> None:
+    """transformers' own Trainer drops them there, unless it is told."""
+    rows = [{"input_ids": [5 + n, 6, 7, 8], "labels": n % 3} for n in range(8)]
+    model = _without_dropout(tiny_model("qwen3_5"))
+    given: dict[str, Any] = {"train_dataset": rows, **QUICK}
+    ours = trained(brimful.Trainer, model, tmp_path, tokenizer, **given)
+    stock = trained(transformers.Trainer, model, tmp_path, tokenizer, label_names=["labels"], **given)
+    assert ours.stock_reason is None
+    assert_same_history(ours, stock)

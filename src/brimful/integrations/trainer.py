@@ -63,6 +63,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     """
 
     data_collator: Any
+    label_names: list[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _refuse(_SIGNATURE.bind(self, *args, **kwargs).arguments)
@@ -78,6 +79,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._updates_within = True
         self._filters_nan = self._keeps_items = False
         super().__init__(*args, **kwargs)
+        if not self.label_names and self.args.label_names is None:
+            self.label_names = ["labels"]  # of a classifier, which a class like Qwen3.5's takes without naming them
         self._made_optimizer = self.optimizer is None and self.optimizer_cls_and_kwargs is None
 
     def get_train_dataloader(self) -> Any:
