@@ -50,7 +50,7 @@ def test_few_rows(number: int, said: str) -> None:
 
 def test_one_label_only() -> None:
     found = record("single_label", np.tile([3.0, 0, 0], (300, 1)), CLASSES).findings
-    assert found[0].startswith("every row is given 'bad'")
+    assert found[0].startswith("every row is predicted to be 'bad'")
 
 
 def test_no_better_than_the_most_frequent_label() -> None:
@@ -136,7 +136,7 @@ def test_labels_that_are_told_apart_though_accuracy_is_no_higher() -> None:
 def test_labels_that_are_missing() -> None:
     never = GOOD.copy()
     never[:, 2] = -9
-    assert any("never given: 'good'" in said for said in record("single_label", never, CLASSES).findings)
+    assert any("never predicted: 'good'" in said for said in record("single_label", never, CLASSES).findings)
     absent = record("single_label", GOOD[CLASSES < 2], CLASSES[CLASSES < 2])
     assert any("no evaluated row has the label 'good'" in said for said in absent.findings)
 

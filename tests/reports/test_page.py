@@ -60,7 +60,7 @@ def test_cells_with_a_word_that_no_line_has_room_for_are_marked() -> None:
 
 def test_names_in_a_sentence_keep_their_direction() -> None:
     """Two of them beside one another would swap places, and their quotes."""
-    found = whole(PARTS.warning("never given: 'left', 'שלום', 'عربي 12' <b>, it's --new-head"))
+    found = whole(PARTS.warning("never predicted: 'left', 'שלום', 'عربي 12' <b>, it's --new-head"))
     assert (
         "&#39;left&#39;, &#39;<bdi>שלום</bdi>&#39;, &#39;<bdi>عربي 12</bdi>&#39; &lt;b&gt;, it&#39;s" in found.document
     )

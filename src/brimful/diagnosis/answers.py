@@ -1,4 +1,4 @@
-"""Findings about the answers of a model: none better than a constant, a label never given, numbers far off.
+"""Findings about the answers of a model: none better than a constant, a label never predicted, numbers far off.
 
 Each is one sentence with its figures and, where there is one, the remedy.
 """
@@ -64,7 +64,8 @@ def _of_one_label(evaluation: Evaluation) -> Iterator[str]:
     if accuracy is None:
         return
     if len(given) == 1 < len(true) and len(evaluation.by_label) > 1:
-        yield f"every row is given {_quoted(given[0].name)} (accuracy {number_text(accuracy)}): nothing is told apart"
+        only = _quoted(given[0].name)
+        yield f"every row is predicted to be {only} (accuracy {number_text(accuracy)}): nothing is told apart"
     elif plain is not None and constant is not None and accuracy <= plain and len(true) > 1:
         correlation = evaluation.metrics.get("matthews_correlation")
         better = f"no better than always answering {_quoted(constant.answer)}"
@@ -85,7 +86,7 @@ def _of_one_label(evaluation: Evaluation) -> Iterator[str]:
         yield _absent_text(absent)
     if len(given) > 1 and (missed := [label for label in true if not label.given]):
         rows = sum(label.support for label in missed)
-        yield f"never given: {_names(missed)}, which {rows:,} row{'s have' if rows > 1 else ' has'}"
+        yield f"never predicted: {_names(missed)}, which {rows:,} row{'s have' if rows > 1 else ' has'}"
 
 
 def _of_several_labels(evaluation: Evaluation) -> Iterator[str]:
@@ -103,7 +104,7 @@ def _of_several_labels(evaluation: Evaluation) -> Iterator[str]:
     if share is not None and accuracy <= share:
         yield f"no better than answering nothing: label accuracy {number_text(accuracy)} against {number_text(share)}"
     if missed := [label for label in evaluation.by_label if label.support and not label.given]:
-        yield f"never given: {_names(missed)}"
+        yield f"never predicted: {_names(missed)}"
     yield from _of_threshold(evaluation)
     if absent := [label for label in evaluation.by_label if not label.support]:
         yield _absent_text(absent)

@@ -112,9 +112,9 @@ def _label_chart(record: Classification) -> Chart | None:
         return None
     bars = [Bar(name, count, part_text(count, whole), strong=True) for name, count in listed]
     most = f"{short_name(listed[0][0])}, {part_text(listed[0][1], whole)}"
-    alt = f"Bar chart: how often each label was given; most often {most}"
+    alt = f"Bar chart: how often each label was predicted; most often {most}"
     several = "; a text can have several" if record.labels.task == "multi_label" else ""
-    said = [f"How often each label was given, and in how many of all {whole:,} rows{several}."]
+    said = [f"How often each label was predicted, and in how many of all {whole:,} rows{several}."]
     said += [f"{rest_text(rest)}."] if rest else []
     ranked = listed + rest
     rows = fitting_rows([_row(name or "(empty)", n, whole) for name, n in ranked[:_MOST_ROWS]], _MOST_TABLE)

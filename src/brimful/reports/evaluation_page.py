@@ -181,7 +181,7 @@ def _matrix(record: Evaluation) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
     counts = {(each.truth, each.label): each.count for each in record.confusion}
     numbers = ([f"{counts.get((truth, label), 0) or '·'}" for label in names] for truth in names)
     rows = [(truth, *cells) for truth, cells in zip(shown, numbers, strict=True)]
-    return ("True \N{RIGHTWARDS ARROW} given", *shown), rows
+    return ("True \N{RIGHTWARDS ARROW} predicted", *shown), rows
 
 
 def _reliability(record: Evaluation) -> Chart | None:

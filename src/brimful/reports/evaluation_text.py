@@ -98,7 +98,7 @@ def label_rows(record: Evaluation) -> tuple[tuple[str, ...], list[tuple[str, ...
     kinds = list(ordered[0].metrics)
     spread = ["f1"] if "f1" in kinds else []
     columns = [METRIC_NAMES.get(kind, kind) for kind in kinds]
-    heading = ("output" if regression else "label", "rows", "given", *columns, *("F1 interval" for _ in spread))
+    heading = ("output" if regression else "label", "rows", "predicted", *columns, *("F1 interval" for _ in spread))
     shown = told_apart([each.name for each in ordered], _NAME)
     return heading, [
         (
@@ -129,7 +129,7 @@ def by_label_lines(record: Evaluation) -> list[str]:
 
 
 def most_confused(record: Evaluation, most: int = _MOST_PAIRS) -> Sequence[Confused]:
-    """Pairs of a true label and another one that was given, the most frequent first."""
+    """Pairs of a true label and another one that was predicted, the most frequent first."""
     wrong = [each for each in record.confusion if each.truth != each.label]
     return sorted(wrong, key=lambda each: -each.count)[:most]
 
@@ -140,7 +140,7 @@ def _confused(record: Evaluation) -> list[str]:
         return []
     names = list(dict.fromkeys(name for pair in pairs for name in (pair.truth, pair.label)))
     shown = dict(zip(names, told_apart(names, _NAME), strict=True))
-    lines = aligned([(shown[pair.truth], "given", shown[pair.label], f"{pair.count:,}") for pair in pairs])
+    lines = aligned([(shown[pair.truth], "predicted as", shown[pair.label], f"{pair.count:,}") for pair in pairs])
     return ["Most confused", *(f"  {line}" for line in lines)]
 
 
