@@ -64,6 +64,7 @@ COMMANDS = (
             "precision": "how it runs",
             "resume": "the run",
         },
+        short={"output": "-o"},
     ),
     Command(
         name="classify",
@@ -149,6 +150,7 @@ COMMANDS = (
         options=DemoOptions,
         summary="Fine-tune MiniLM on BBC News, on this machine, and label a few sentences with the result.",
         example="brimful demo --output demo-run",
+        short={"output": "-o"},
     ),
 )
 
