@@ -49,7 +49,7 @@ _LEAN: tuple[tuple[str, dict[str, Any]], ...] = (
     ("bf16 weights, 8-bit states, in backward, checkpointing", _SMALLEST | _FULL),
     ("bf16 weights, 8-bit states, in backward", _SMALLEST),
 )
-#: Of Trainer's rows: most lengths that batches are padded to, each of which is a CUDA graph. No setting of its own.
+#: Of Trainer's rows, beside its own arguments: most lengths that batches are padded to, each of which is a CUDA graph.
 PADDED_LENGTHS = "padded_lengths"
 _FED = {"dataloader_num_workers": 4, "dataloader_persistent_workers": True}
 _GRAPHS = {"torch_compile": True, "torch_compile_mode": "reduce-overhead", PADDED_LENGTHS: 4}

@@ -40,9 +40,14 @@ def _why(found: BenchRow) -> str:
 
 def missing_text(rows: Sequence[BenchRow]) -> str:
     """Say how many of these rows have no figures, and why; empty where all have."""
-    reasons = (("unsupported", "cannot run here"), ("left", "had no time"), ("failed", "failed"))
-    counts = ((sum(each.status == status for each in rows), said) for status, said in reasons)
-    found = [f"{count} {said}" for count, said in counts if count]
+    reasons = {
+        "unsupported": "cannot run here",
+        "left": "had no time",
+        "failed": "failed",
+        "out_of_memory": "ran out of memory",
+    }
+    counts = {said: sum(each.status == status for each in rows) for status, said in reasons.items()}
+    found = [f"{count} {said}" for said, count in counts.items() if count]
     return f"; of the others {', '.join(found)}" if found else ""
 
 
