@@ -16,7 +16,8 @@ from brimful.kernels.layout import Segments
 from brimful.models.packed import long_window, packed_forward
 from brimful.models.packed.check_inputs import one_layer_of_each_kind
 from brimful.models.packed.equivalence import Equivalence, check_equivalence
-from brimful.models.packed.long_window import SHORT, LongWindow
+from brimful.models.packed.host_reads import how_recorded
+from brimful.models.packed.long_window import SHORT, LongWindow, shorten_window
 from brimful.models.packed.packed_forward import PackedModel, PaddedModel
 from tiny import FAMILIES, Family
 from wrong_attention import Change, changed_pattern
@@ -287,3 +288,43 @@ def test_code_that_fails_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(long_window, "_calls", fail)
     assert check_here(windowed("mistral"), max_length=320).packed
+
+
+# --- copies for something else ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", [None, torch.bfloat16])
+def test_what_the_host_reads_is_looked_for_in_short_rows(
+    half: torch.dtype | None, long_passes: list[tuple[int, ...]]
+) -> None:
+    model = windowed("mistral", LONGER)
+    assert how_recorded(model, 8192, training=True, half=half).why_not is None
+    assert long_passes == []
+    assert model.config.sliding_window == LONGER
+
+
+def test_what_the_host_reads_beyond_the_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = transformers.models.mistral.modeling_mistral.MistralAttention
+    forward = attention.forward
+
+    def reading(self: Any, hidden_states: Tensor, *given: Any, **more: Any) -> Any:
+        if hidden_states.shape[1] > self.config.sliding_window:
+            float(hidden_states.sum())
+        return forward(self, hidden_states, *given, **more)
+
+    monkeypatch.setattr(attention, "forward", reading)
+    assert how_recorded(windowed("mistral", LONGER), 8192, training=True).why_not is not None
+    assert how_recorded(windowed("mistral", LONGER), 64, training=True).why_not is None  # no text reaches it
+
+
+def test_a_copy_keeps_a_window_that_it_ignores(monkeypatch: pytest.MonkeyPatch) -> None:
+    gemma2 = transformers.models.gemma2.modeling_gemma2
+    small = windowed("gemma2").eval()
+    monkeypatch.setattr(gemma2, "create_sliding_window_causal_mask", gemma2.create_causal_mask)
+    shorten_window(small, 8192)
+    assert small.config.sliding_window == LONG
+    monkeypatch.undo()
+    shorten_window(small, 8192)
+    kept = {vars(module)["sliding_window"] for module in small.modules() if "sliding_window" in vars(module)}
+    assert kept == {SHORT, None}
+    assert small.config.sliding_window == SHORT

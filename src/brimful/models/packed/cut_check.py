@@ -19,6 +19,7 @@ from brimful.hardware.process_settings import matmul_precision
 from brimful.hardware.ranks import Ranks
 from brimful.kernels.layout import map_tensors
 from brimful.models.packed.check_inputs import make_sequences, one_layer_of_each_kind, packed_row, padded_rows, wake
+from brimful.models.packed.long_window import shorten_window
 from brimful.models.packed.packed_forward import LayoutModel, PackedForm, PackedModel, PaddedModel
 from brimful.models.packed.training_check import without_dropout
 from brimful.models.tensor_plan import TensorPlan, cut_as, part_like
@@ -33,6 +34,7 @@ class CutCheck:
     def __init__(self, model: Any, form: PackedForm | None, *, max_length: int, device: torch.device) -> None:
         self._small = one_layer_of_each_kind(model).to("cpu", torch.float32).eval().requires_grad_(True)
         wake(self._small)
+        shorten_window(self._small, max_length)
         self._form, self._max_length, self._device = form, max_length, device
 
     def __call__(self, ranks: Ranks) -> None:

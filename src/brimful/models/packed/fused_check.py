@@ -18,6 +18,7 @@ from brimful.hardware.memory import release_unused
 from brimful.hardware.process_settings import matmul_precision
 from brimful.models.model_stats import layers_of
 from brimful.models.packed.check_inputs import Kernel, make_sequences, one_layer_of_each_kind, packed_row, wake
+from brimful.models.packed.long_window import shorten_window
 from brimful.models.packed.packed_forward import PackedForm, PackedModel
 from brimful.models.packed.training_check import without_dropout
 from brimful.models.packed.tried_row import TriedRow, gradients_of, in_tolerances
@@ -33,6 +34,7 @@ def fused_error(
     """
     small = one_layer_of_each_kind(model).to("cpu", torch.float32).eval().requires_grad_(True)
     wake(small)
+    shorten_window(small, max_length)
     fused = copy.deepcopy(small).train()
     sequences = make_sequences(small.config, max_length)
     row = packed_row(sequences, small.config, max_length, kernel)

@@ -36,6 +36,7 @@ from brimful.models.half_experts import hold_experts_in_half, host_multiplies_ex
 from brimful.models.model_stats import layer_lists
 from brimful.models.packed.check_inputs import make_sequences, one_layer_of_each_kind
 from brimful.models.packed.host_decisions import HostDecisions, HostNeededError
+from brimful.models.packed.long_window import shorten_window
 from brimful.models.packed.packed_forward import PaddedModel, padding_id_of
 from brimful.models.packed.replaced_buffers import places_of, replaced
 
@@ -68,7 +69,9 @@ def how_recorded(
     if training and (drawn := _left_out_at_random(model)):
         return Recording(why_not=f"the host draws which layers are left out ({drawn})")
     was = model.config._attn_implementation
-    small = one_layer_of_each_kind(model).cpu().train(training)
+    small = one_layer_of_each_kind(model).cpu().eval()
+    shorten_window(small, max_length)
+    small.train(training)
     if half is torch.bfloat16:
         hold_experts_in_half(small)
     if host_multiplies_experts(small):

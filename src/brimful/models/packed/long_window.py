@@ -13,12 +13,14 @@ that took it from there. That stands for the real window if
 Otherwise, and where rows of the copy are not independent, the check is made at the real window. Where the copy passes,
 the real window is set again, and a text that exceeds it, or is as long as texts may be, is computed once packed, in
 fp32, behind others; and each kernel is tried on it, call by call.
+
+Copies that are computed for something else, for what the host reads or how layers are cut, have the short window alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,6 +107,23 @@ class LongWindow:
         assert isinstance(long, PackedInputs)
         calls = tried.attention_calls(self.small.to(device)).on(long.segments)
         return calls.error(sum(map(len, self.sequences)), precision)
+
+
+def shorten_window(small: Any, max_length: int) -> None:
+    """Make a window of hundreds of tokens and more short, for good, in a copy in eval mode on the CPU that is computed
+    for what its code does at a row longer than its window, wherever the real one is kept. Not where the plain model's
+    logits do not change with it: what looks at the window is then elsewhere."""
+    real = getattr(small.config.get_text_config(), _NAME, None)
+    if not isinstance(real, int) or min(real + BEYOND, max_length) <= _QUICK:
+        return
+    with suppress(Exception):  # of a model's own code, which whoever asked for the copy meets, too
+        [sequence] = random_sequences(small.config, [SHORT + BEYOND])
+        owners, logits = _owners(small, real), _plain(small, [sequence])
+        with _short(owners, real):
+            error = relative_error(_plain(small, [sequence]), logits)
+        if error > TOLERANCES["fp32"].logits:
+            for owner in owners:
+                object.__setattr__(owner, _NAME, SHORT)
 
 
 def _is_shown_by_short(small: Any, owners: Sequence[Any], real: int) -> bool:
