@@ -19,6 +19,7 @@ from brimful.models.packed.equivalence import Equivalence, check_equivalence
 from brimful.models.packed.host_reads import how_recorded
 from brimful.models.packed.long_window import SHORT, LongWindow, shorten_window
 from brimful.models.packed.packed_forward import PackedModel, PaddedModel
+from heads.tiny_heads import tiny_config
 from tiny import FAMILIES, Family
 from wrong_attention import Change, changed_pattern
 
@@ -288,6 +289,36 @@ def test_code_that_fails_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(long_window, "_calls", fail)
     assert check_here(windowed("mistral"), max_length=320).packed
+
+
+def t5gemma(window: int, layer: int = 0) -> Any:
+    """It reads its padding."""
+    config = tiny_config("t5gemma")
+    for each in (config, config.encoder, config.decoder):
+        each.sliding_window, each.max_position_embeddings = window, 8192
+    return transformers.AutoModelForSequenceClassification.from_config(config)
+
+
+def test_rows_that_depend_on_their_padding_are_refused_by_short_ones(long_passes: list[tuple[int, ...]]) -> None:
+    found = check_here(t5gemma(LONGER))
+    assert long_passes == []
+    assert not found.packed
+    assert not found.independent
+    assert found.alike_independent
+    assert replace(found, reason="") == replace(check_here(t5gemma(48)), reason="")
+
+
+def _rolled(_: Any, given: Any, output: Tensor) -> Tensor:
+    """Rows beyond the short window change one another."""
+    return output.roll(1, 0) if output.shape[1] > SHORT and output.shape[0] > 1 else output
+
+
+def test_rows_of_one_length_that_depend_on_one_another_beyond_the_window(long_passes: list[tuple[int, ...]]) -> None:
+    model = t5gemma(LONGER)
+    model.model.encoder.layers[0].register_forward_hook(_rolled)
+    found = check_here(model)
+    assert long_passes == []
+    assert not found.alike_independent
 
 
 # --- copies for something else ----------------------------------------------------------------------------------------

@@ -56,14 +56,9 @@ from brimful.models.packed.check_inputs import (
 )
 from brimful.models.packed.family_forms import has_form, recurrent_layers, uses_attention_interface
 from brimful.models.packed.long_window import LongWindow
-from brimful.models.packed.packed_forward import (
-    PackedForm,
-    PackedModel,
-    PaddedModel,
-    Pooling,
-    what_follows_attention,
-)
+from brimful.models.packed.packed_forward import PackedForm, PackedModel, PaddedModel, Pooling, what_follows_attention
 from brimful.models.packed.padding_tokens import with_padding_rule
+from brimful.models.packed.short_rows import dependence_of_short_rows
 from brimful.models.packed.training_check import draws_numbers, mixes_rows, without_dropout
 from brimful.models.packed.tried_row import (
     HALF,
@@ -188,7 +183,14 @@ def _check(model: Any, max_length: int, device: torch.device, precision: str, ke
                 found = _compare(small, max_length, device, precision, kernel)
             if found.independent:
                 return _beyond(window, found, device, precision, kernel) if found.packed else found
+        if (rows := dependence_of_short_rows(small, max_length)) is not None:
+            return _dependent(alike=rows.alike, draws=rows.draws)
         return _compare(small, max_length, device, precision, kernel)
+
+
+def _dependent(*, alike: bool, draws: bool) -> Equivalence:
+    why = "the result of a row depends on the other rows of its batch, or on its padding"
+    return Equivalence(packed=False, independent=False, alike_independent=alike, draws_in_training=draws, reason=why)
 
 
 def _compare(small: Any, max_length: int, device: torch.device, precision: str, kernel: Kernel) -> Equivalence:
@@ -207,11 +209,8 @@ def _compare(small: Any, max_length: int, device: torch.device, precision: str, 
         mixes, draws = _training_only(padded, sequences, max_length)
         mixed = not relative_error(plain, alone) <= TOLERANCES["fp32"].logits
         if mixed or _mixes_many(padded, max_length):
-            why = "the result of a row depends on the other rows of its batch, or on its padding"
             alike = not draws and alike_independent(padded, sequences)
-            return Equivalence(
-                packed=False, independent=False, alike_independent=alike, draws_in_training=draws, reason=why
-            )
+            return _dependent(alike=alike, draws=draws)
         small.train(not (mixes or draws))
         plain = padded(padded_rows(sequences, small.config)).logits
         plain_gradient = gradients_of(small, plain)

@@ -40,7 +40,7 @@ from brimful.models.packed.tried_row import TriedRow, relative_error
 #: Tokens of the short window.
 SHORT = 16
 #: Tokens of the longest sequence with which a check takes a second or two.
-_QUICK = 300
+QUICK = 300
 #: Tokens of the sequence beside one that exceeds the window.
 _BESIDE = 17
 _NAME = "sliding_window"
@@ -65,7 +65,7 @@ class LongWindow:
         """Return the window of a model in eval mode on the CPU. None where the check is made as the model is: without a
         window, with one that is tried quickly, and where the short one does not stand for it."""
         real = getattr(small.config.get_text_config(), _NAME, None)
-        if not isinstance(real, int) or min(real + BEYOND, max_length) <= _QUICK:
+        if not isinstance(real, int) or min(real + BEYOND, max_length) <= QUICK:
             return None
         if has_form(small.config) or recurrent_layers(small.config) or not uses_attention_interface(small):
             return None
@@ -73,7 +73,7 @@ class LongWindow:
             owners = _owners(small, real)
             if not _is_shown_by_short(small, owners, real):
                 return None
-            lengths = [_BESIDE, min(max(real // 4, _QUICK), max_length), min(real + BEYOND, max_length)]
+            lengths = [_BESIDE, min(max(real // 4, QUICK), max_length), min(real + BEYOND, max_length)]
             sequences = random_sequences(small.config, lengths)
             short, middle, long = sequences
             beside = _plain(small, [short, long])
@@ -114,7 +114,7 @@ def shorten_window(small: Any, max_length: int) -> None:
     for what its code does at a row longer than its window, wherever the real one is kept. Not where the plain model's
     logits do not change with it: what looks at the window is then elsewhere."""
     real = getattr(small.config.get_text_config(), _NAME, None)
-    if not isinstance(real, int) or min(real + BEYOND, max_length) <= _QUICK:
+    if not isinstance(real, int) or min(real + BEYOND, max_length) <= QUICK:
         return
     with suppress(Exception):  # of a model's own code, which whoever asked for the copy meets, too
         [sequence] = random_sequences(small.config, [SHORT + BEYOND])
