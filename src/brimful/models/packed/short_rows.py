@@ -1,6 +1,6 @@
-"""What rows of tens of tokens tell of a model with a window of thousands: that its rows depend on one another.
+"""Rows of tens of tokens of a model with a window of thousands, which show whether rows depend on one another.
 
-Such a model is refused, and longer rows cannot change that: on a CPU they take minutes, and gigabytes for each.
+A model whose rows do is refused, and longer ones cannot change that: on a CPU they take minutes, and gigabytes each.
 """
 
 from __future__ import annotations
