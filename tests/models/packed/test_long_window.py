@@ -283,6 +283,19 @@ def test_rows_that_depend_on_any(long_passes: list[tuple[int, ...]]) -> None:
     assert len(long_passes) <= 2
 
 
+def _under_short(module: Any, _: Any, output: Any) -> None:
+    """States of a batch that change one another where the window is short."""
+    states = output.last_hidden_state
+    if module.config.sliding_window == SHORT and states.shape[0] > 1:
+        output.last_hidden_state = states - states.mean(0, keepdim=True)
+
+
+def test_rows_that_depend_under_the_short_window_alone() -> None:
+    model = windowed("mistral")
+    model.model.register_forward_hook(_under_short)
+    assert check_here(model, max_length=320).packed
+
+
 def test_code_that_fails_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("no")
