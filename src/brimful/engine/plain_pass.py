@@ -139,13 +139,14 @@ class _Plain(nn.Module):
 
     def forward(self, inputs: Inputs, targets_R: Tensor, weights_R: Tensor | None) -> Tensor:
         """(R,) addends to the loss sum. Their gradient is left in the weights: layers that are recomputed read them."""
-        with self._precision.autocast():
-            logits_RC = self._padded(inputs).logits
-            logits_RC = logits_RC if logits_RC.dtype == torch.float64 else logits_RC.float()
-            rows_R: Tensor = self._task.loss_rows_S(logits_RC, targets_R)
-            if weights_R is not None:
-                rows_R = rows_R * weights_R.to(rows_R)
-        (rows_R.sum() / self._denominator).backward()  # type: ignore[no-untyped-call]
+        with self._precision.apply():  # of both passes: whoever had products in TF32 before has them so afterwards
+            with self._precision.autocast():
+                logits_RC = self._padded(inputs).logits
+                logits_RC = logits_RC if logits_RC.dtype == torch.float64 else logits_RC.float()
+                rows_R: Tensor = self._task.loss_rows_S(logits_RC, targets_R)
+                if weights_R is not None:
+                    rows_R = rows_R * weights_R.to(rows_R)
+            (rows_R.sum() / self._denominator).backward()  # type: ignore[no-untyped-call]
         return rows_R.detach()
 
 

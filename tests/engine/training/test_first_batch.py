@@ -119,6 +119,30 @@ def test_the_comparison_changes_nothing(
     assert learned(tmp_path / "with") == learned(tmp_path / "without")
 
 
+def test_both_passes_of_both_sides_have_full_products() -> None:
+    """Also where another library has allowed TF32 in this process, as Trainer does to compile."""
+    seen: list[str] = []
+
+    def look(*_: Any) -> None:
+        seen.append(torch.get_float32_matmul_precision())
+
+    def hear(_: Any, __: Any, output: torch.Tensor) -> None:
+        look()
+        if output.requires_grad:
+            output.register_hook(look)
+
+    model = FAMILIES["bert"].model()
+    step = make_step(model)
+    model.classifier.register_forward_hook(hear)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert compare(step._built, SAMPLE).passed
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert len(seen) >= 4
+    assert set(seen) == {"highest"}
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["deberta-v2", "mpnet", "modernbert", "llama", "gemma2", "gpt2"])
 def test_families_pass(name: str) -> None:
