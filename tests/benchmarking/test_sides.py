@@ -187,6 +187,23 @@ def test_what_is_met_is_no_step_of_trainers(folder: Path, monkeypatch: pytest.Mo
     assert found[1].loss == pytest.approx(found[0].loss, rel=1e-5)
 
 
+def test_losses_of_trainer_are_read_where_each_step_writes_them_to_the_same_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of CUDA graphs are."""
+    expected, memory = theirs(options(folder)).loss, torch.zeros(())
+    compute_loss = Trainer.compute_loss
+
+    def written(trainer: Any, *arguments: Any, **others: Any) -> torch.Tensor:
+        loss: torch.Tensor = compute_loss(trainer, *arguments, **others)
+        memory.copy_(loss.detach())
+        loss.data = memory
+        return loss
+
+    monkeypatch.setattr(Trainer, "compute_loss", written)
+    assert theirs(options(folder)).loss == pytest.approx(expected, rel=1e-6)
+
+
 def test_trainer_has_workers(folder: Path) -> None:
     fed = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
     asked = options(folder)

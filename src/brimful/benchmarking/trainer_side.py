@@ -201,7 +201,7 @@ class _Watched(Trainer):  # type: ignore[misc]
         else:
             loss = super().compute_loss(*arguments, **others)
         if self.state.global_step >= self.last_block:
-            self.losses.append(loss.detach())
+            self.losses.append(loss.detach().clone())  # a CUDA graph writes the next one to the same memory
         return loss
 
 
