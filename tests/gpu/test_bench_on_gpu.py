@@ -11,6 +11,7 @@ from brimful.benchmarking.workload import make_work
 from brimful.core.bench import Steps
 from brimful.core.callbacks import Callbacks
 from brimful.core.options.bench import BenchOptions
+from brimful.hardware.process_settings import matmul_precision
 from tiny_files import save_classifier, write_csv
 
 pytestmark = pytest.mark.gpu
@@ -35,7 +36,8 @@ def test_a_trainer_of_cuda_graphs_learns_as_the_plain_one(tmp_path: Path) -> Non
     steps, heard, losses = Steps(warm_up=2, repeats=3, block=4), Heard(), list[float]()
     graphs = {"torch_compile": True, "torch_compile_mode": "reduce-overhead", "padded_lengths": 2}
     for settings in ({}, graphs):
-        found = measure_trainers(make_work(asked, Callbacks(), steps), settings, steps, heard, lambda _: None)
+        with matmul_precision("highest"):  # Trainer allows TF32 to compile, in the whole process
+            found = measure_trainers(make_work(asked, Callbacks(), steps), settings, steps, heard, lambda _: None)
         assert found.loss is not None
         losses.append(found.loss)
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)

@@ -91,6 +91,8 @@ def plain(**learns: Any) -> tuple[list[float], torch.Tensor]:
 @pytest.mark.parametrize(("one", "other"), list(pairs(HERE)))
 def test_two_levers(one: str, other: str) -> None:
     asked = HERE[one] | HERE[other]
+    if "schedule-free" in (one, other):
+        pytest.importorskip("schedulefree")
     if (reason := REFUSED_HERE.get(frozenset((one, other)))) is not None:
         with pytest.raises(OptionError, match=reason):
             made(**asked)

@@ -56,6 +56,7 @@ def test_what_is_outside_is_not() -> None:
     assert 0.0 < clock.seconds(0) < 0.5 * seconds
 
 
+@pytest.mark.alone
 def test_steps_are_timed_by_when_they_were_done() -> None:
     """Not by when the host launched them, nor by when it hears of them; a pause between them is left out."""
     _, took = (_seconds_of(lambda: torch.cuda._sleep(_CYCLES)) for _ in range(2))  # the first one is loaded, too
