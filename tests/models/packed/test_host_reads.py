@@ -123,6 +123,15 @@ def test_code_that_copies_the_hosts_numbers_to_the_device_can_with_these(
     assert how_recorded(model, 64, training=True) == expected
 
 
+def test_a_head_of_images_and_text_has_its_decoder_store_nothing() -> None:
+    """It does not name `use_cache`: keys and values of a pass would be stored, and layers not be compiled."""
+    model = tiny_model("qwen3_5")
+    model.config.get_text_config().pad_token_id = 0
+    found = how_recorded(model, 64, training=True)
+    assert found.why_not is None
+    assert found.compilable
+
+
 def ibert() -> Any:
     config = transformers.IBertConfig(
         **SMALL, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24

@@ -167,7 +167,7 @@ class PaddedModel(LayoutModel):
         if model.config.is_encoder_decoder:
             _tell_both_halves(model)
         self._takes_types = has_token_types(model.config)
-        self._settings = _without_cache(model.forward) | _named_outputs(model.config)
+        self._settings = _without_cache(model) | _named_outputs(model.config)
         self._layers = [layer for layers in layer_lists(model) for layer in layers]
         self._unsettled: tuple[list[Place], Tensor | None] | None = None
         self._reads_last_place = any(getattr(module, "summary_type", None) == "last" for module in model.modules())
@@ -258,9 +258,16 @@ def _named_outputs(config: Any) -> dict[str, Any]:
     return {} if getattr(config, "return_dict", True) else {"return_dict": True}
 
 
-def _without_cache(forward: Callable[..., Any]) -> dict[str, Any]:
-    """Arguments that keep a forward from storing keys and values: those of one pass are for no other."""
-    return {"use_cache": False} if "use_cache" in inspect.signature(forward).parameters else {}
+def _without_cache(model: Any) -> dict[str, Any]:
+    """Arguments that keep a forward from storing keys and values: those of one pass are for no other.
+
+    A head of images and text, as Qwen3.5's, does not name the argument, and hands it on to its decoder.
+    """
+    parameters, config = inspect.signature(model.forward).parameters, model.config
+    hands_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    of_decoder = config.get_text_config() is not config and getattr(config.get_text_config(), "use_cache", False)
+    stores = hands_on and of_decoder and not config.is_encoder_decoder
+    return {"use_cache": False} if "use_cache" in parameters or stores else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,7 +325,7 @@ class PackedModel(LayoutModel):
             model.set_attn_implementation(PACKED)
         self._base: Any = model.base_model
         self._takes_types = has_token_types(model.config)
-        self._settings = _without_cache(self._base.forward)
+        self._settings = _without_cache(self._base)
         parameters = inspect.signature(self._base.forward).parameters
         hands_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and self._family is None
         self._takes_positions = "position_ids" in parameters or hands_on
