@@ -118,7 +118,7 @@ def test_wherever_it_runs_out_training_learns_the_same(
         np.testing.assert_allclose(losses(tmp_path / str(number)), expected, rtol=LOSS)
         if execution == "captured" and run.out_of_memory and number < 5:
             assert run.compilations.captured > 0  # again, after what was captured before was freed
-    assert len(where) >= 5
+    assert len(where) >= (5 if execution == "eager" else 3)  # others are tried once more, and then fit
 
 
 def test_wherever_it_runs_out_answers_are_the_same(small: tuple[Path, Path], tmp_path: Path) -> None:
@@ -163,8 +163,10 @@ def test_a_limit_is_met_by_a_smaller_budget(execution: str, large: tuple[Path, P
 def test_nothing_is_lost_where_not_even_one_row_fits(large: tuple[Path, Path], tmp_path: Path) -> None:
     """It ends with one error, and memory that its graphs had can be used again."""
     options = {"execution": "captured", "max_steps": 4, "batch_size": 256, "token_budget": 32768}
+    least = train(large, tmp_path / "least", **options | {"token_budget": 128}).peak_bytes.reserved  # a row at a time
+    assert least is not None
     before = torch.cuda.memory_allocated()
-    with limited_to(700 << 20), pytest.raises(MemoryFullError) as caught:  # weights and states are about 400 MB
+    with limited_to(least // 2), pytest.raises(MemoryFullError) as caught:
         train(large, tmp_path / "run", **options)
     print(caught.value, caught.value.hint)
     del caught

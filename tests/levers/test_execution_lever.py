@@ -21,6 +21,8 @@ from brimful.levers.parameter_efficient import TrainedPart
 from brimful.levers.sharding import Sharding
 from brimful.levers.tensor_parallel import TensorParallel
 from brimful.levers.token_budget import TokenBudget
+from brimful.models.packed.fusible import Fusible, fusible_of_step
+from brimful.models.packed.host_reads import Recording
 from brimful.models.packed.packed_forward import PaddedModel
 from brimful.step.updates.torch_update import TorchUpdate
 from levers.assemblies import EQUIVALENCE, assembly_of
@@ -69,9 +71,12 @@ def test_streamed_weights_are_captured_unless_asked_otherwise(asked: str, value:
 
 
 @pytest.mark.parametrize(("lengths", "value"), [((32,), "compiled"), ((16, 32), "captured")])
-def test_rows_of_several_lengths_take_longer_to_compile(lengths: tuple[int, ...], value: str) -> None:
+def test_rows_of_several_lengths_take_longer_to_compile(
+    lengths: tuple[int, ...], value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run that 60 s would be saved of, where one length takes 40, and several 90."""
     model, padded = FAMILIES["bert"].model(), replace(EQUIVALENCE, packed=False)
+    monkeypatch.setattr(execution, "fusible_of_step", lambda *_, **__: None)  # it cannot be traced
     assembly = assembly_of(model, device="cuda", equivalence=padded)
     shapes = PaddedShapes(lengths=lengths, num_tokens=64, num_rows=4, call_tokens=0)
     assembly.levers[TokenBudget] = TokenBudget(value="64", reason="a test", tokens=64, token_bytes=0, shapes=shapes)
@@ -144,21 +149,41 @@ def test_parts_of_padded_layers_are_ours_where_that_pays(share: float, are_ours:
 @pytest.mark.parametrize(
     ("kind", "share", "value"), [("bert", 0.9, "captured"), ("bert", 1.1, "compiled"), ("funnel", 1e6, "captured")]
 )
-def test_padded_layers_of_long_rows_are_compiled_where_their_states_pay(
+def test_padded_layers_are_compiled_where_what_they_fuse_pays(
     kind: str, share: float, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against 40 s of one length. Funnel's are no faster, however long the run."""
     model = FAMILIES["bert"].model()
-    monkeypatch.setattr(execution, "_SAVED_A_PADDED_LAYER_S", 0.0)
     assembly = assembly_of(model, device="cuda", equivalence=replace(EQUIVALENCE, packed=False))
     model.config.model_type = kind
-    config = model.config
-    assembly.num_tokens = round(share * 40.0 / (1e-10 * config.hidden_size * config.num_hidden_layers))
+    found = fusible_of_step(model, 6, 24, Recording())
+    assert found is not None
+    monkeypatch.setattr(execution, "fusible_of_step", lambda *_, **__: found)
+    tokens = int(assembly.batches(0)[0].sum())
+    assembly.num_tokens = round(share * 40.0 / (0.75 * found.seconds) * tokens)
     assembly.levers[Optimizer] = Optimizer(value="sgd")
     assembly.execution = PaddedModel(model)
     monkeypatch.setattr(execution, "_has_lengths", lambda _: False)
     monkeypatch.setattr(execution, "_SAVED", 0.0)
     assert ExecutionMode.choose(assembly).value == value
+
+
+@pytest.mark.parametrize(("operators", "value"), [(200, "compiled"), (400, "captured")])
+def test_layers_of_many_operators_take_longer_to_compile(
+    operators: int, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that 60 s would be saved of, where 200 operators take 40, and 400 take 80."""
+    model, padded = FAMILIES["bert"].model(), replace(EQUIVALENCE, packed=False)
+    found = Fusible(seconds=1e-3, operators=operators)
+    monkeypatch.setattr(execution, "fusible_of_step", lambda *_, **__: found)
+    monkeypatch.setattr(execution, "_has_lengths", lambda _: False)
+    assembly = assembly_of(model, device="cuda", equivalence=padded)
+    assembly.num_tokens = round(60.0 / (0.75 * found.seconds) * int(assembly.batches(0)[0].sum()))
+    assembly.levers[Optimizer] = Optimizer(value="sgd")
+    mode = ExecutionMode.choose(assembly)
+    assert mode.value == value
+    if value == "captured":
+        assert mode.reason == "one launch a step; compiling would save about 60 s of this run and take 80 s"
 
 
 @pytest.mark.parametrize(("recorded", "value"), [(False, "captured"), (True, "compiled")])

@@ -37,6 +37,7 @@ from brimful.levers.tensor_parallel import TensorParallel
 from brimful.levers.token_budget import TokenBudget, cuts_windows
 from brimful.models.model_stats import layer_lists, layers_of, matmul_parameters
 from brimful.models.packed.fused_check import fused_error
+from brimful.models.packed.fusible import Fusible, fusible_of_step
 from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.host_reads import Recording, how_recorded
 from brimful.models.packed.packed_forward import PackedModel, PaddedModel
@@ -51,10 +52,14 @@ _COMPILE_ADAPTED_S = 50.0
 #: fewer kernels: BERT-base on an H100, captured 34 and compiled 18 ms on BBC News, 5.8 and 3.8 ms on tweets
 #: (benchmarks/drop_in).
 _SAVED_IN_TRAINING, _SAVED_A_LAYER_S = 0.5, 120e-6
-#: The latter of padded rows, whose layers are of many small kernels, and seconds of each number of a layer's states,
-#: which these read and write: 3.4e-10 of T5-Gemma on 32 rows of 512 tokens, captured 36 and compiled 14 ms
-#: (benchmarks/fallback), 1.3e-10 of BERT-base.
-_SAVED_A_PADDED_LAYER_S, _SAVED_A_PADDED_STATE_S = 300e-6, 1e-10
+#: The latter of padded rows where their step cannot be traced.
+_SAVED_A_PADDED_LAYER_S = 300e-6
+#: Share that compiled layers save of the seconds that `models.packed.fusible` counts. Counted and saved in a step of 32
+#: rows of 512 tokens on an H200 (benchmarks/fallback): T5-Gemma 21.7 and 22.5 ms, A.X-K2 18.0 and 20.5, Qwen3-Next 19.9
+#: and 16.6, Qwen3.5 17.0 and 13.1, gpt-oss 20.3 and 91.
+_SAVED_OF_FUSIBLE = 0.75
+#: Steps of a run from which they are counted, which takes a second or two.
+_COUNTED_FROM = 300
 #: Seconds that fused kernels of recorded layers cost: 4 on a slow host that compiles them, 1 on one that finds them on
 #: disk (benchmarks/whole_command).
 _RECORD_S = 2.5
@@ -67,6 +72,9 @@ _COMPILE_FORWARD_S = 4.0
 #: Cold seconds of layers of padded rows, by torch's compiler alone, for one length of rows, and for several
 #: (benchmarks/fallback); and forward only.
 _COMPILE_PADDED_S, _COMPILE_LENGTHS_S, _COMPILE_PADDED_FORWARD_S = 40.0, 90.0, 25.0
+#: The first of layers of many operators, for each: Qwen3.5's and Qwen3-Next's have some 400, and took 160 s beside
+#: three other models that were compiled, A.X-K2's and gpt-oss's 200 to 260, and 31 to 44 s.
+_COMPILE_AN_OPERATOR_S = 0.2
 #: Types whose layers torch's compiler makes no faster: those of Funnel took 450 s on an H200, and 1.2 times as long as
 #: uncompiled then (benchmarks/fallback).
 _NOT_FASTER = frozenset({"funnel"})
@@ -207,7 +215,7 @@ class ExecutionMode(Lever):
         elif packed:
             compile_s = _COMPILE_ADAPTED_S if _has_adapter(assembly) else _COMPILE_S
         else:
-            compile_s = _COMPILE_LENGTHS_S if _has_lengths(assembly) else _COMPILE_PADDED_S
+            compile_s = _compile_padded_s(assembly)
         saved_s = saved_seconds(assembly)
         not_faster = not packed and assembly.model.config.model_type in _NOT_FASTER
         if not has_layers or not_faster or saved_s < compile_s:
@@ -306,10 +314,27 @@ def saved_seconds(assembly: Assembly) -> float:
     num_layers = sum(map(len, lists_to_compile(assembly)))
     if packed:
         return max(_SAVED_IN_TRAINING * whole_s, _SAVED_A_LAYER_S * num_layers * num_steps_of(assembly))
-    width = getattr(assembly.model.config.get_text_config(), "hidden_size", 0) or 0
-    states = width * num_layers * assembly.num_tokens / assembly.num_ranks
-    of_layers_s = _SAVED_A_PADDED_LAYER_S * num_layers * num_steps_of(assembly)
-    return max(_SAVED * whole_s, of_layers_s, _SAVED_A_PADDED_STATE_S * states)
+    fusible = assembly.fact(fusible_of)
+    of_layers_s = _SAVED_A_PADDED_LAYER_S * num_layers if fusible is None else _SAVED_OF_FUSIBLE * fusible.seconds
+    return max(_SAVED * whole_s, of_layers_s * num_steps_of(assembly))
+
+
+def _compile_padded_s(assembly: Assembly) -> float:
+    fusible = assembly.fact(fusible_of)
+    of_one_length = max(_COMPILE_PADDED_S, _COMPILE_AN_OPERATOR_S * (0 if fusible is None else fusible.operators))
+    return of_one_length * (_COMPILE_LENGTHS_S / _COMPILE_PADDED_S if _has_lengths(assembly) else 1.0)
+
+
+def fusible_of(assembly: Assembly) -> Fusible | None:
+    """Return what compiled layers can fuse in a padded step of this training; None where that was not counted."""
+    never = assembly.model.config.model_type in _NOT_FASTER or not lists_to_compile(assembly)
+    if never or num_steps_of(assembly) < _COUNTED_FROM:
+        return None
+    sizes = [(len(lengths_N), int(lengths_N.max())) for lengths_N in assembly.batches(assembly.budget)]
+    num_rows, length = sorted(sizes, key=lambda size: size[0] * size[1])[len(sizes) // 2]
+    attention = getattr(assembly.execution, "attention", "sdpa")
+    recording, half = assembly.fact(recording_of), assembly.precision.half
+    return fusible_of_step(assembly.model, num_rows, length, recording, attention=attention, half=half)
 
 
 def _has_adapter(assembly: Assembly) -> bool:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -50,12 +50,14 @@ class Recording:
 
     why_not: the reason that they cannot; None if they can. with_decisions: they can with `HostDecisions` alone, which
     also keep buffers in place, and masks that transformers leaves out of a pass over full rows, but not of a capture.
-    compilable: whether the host is needed between layers at most, and not in them.
+    compilable: whether the host is needed between layers at most, and not in them. decisions: of one batch, if the host
+    has to make some.
     """
 
     why_not: str | None = None
     with_decisions: bool = False
     compilable: bool = True
+    decisions: HostDecisions | None = field(default=None, compare=False, repr=False)
 
 
 def how_recorded(
@@ -93,7 +95,7 @@ def how_recorded(
         if left is not None:
             return Recording(why_not=left)
         in_layers = _why_the_host(small, decisions, max_length, attention, pause_in_layers=True)
-        return Recording(with_decisions=True, compilable=in_layers is None)
+        return Recording(with_decisions=True, compilable=in_layers is None, decisions=decisions)
     except Exception as failure:
         return Recording(why_not=f"it could not be traced: {type(failure).__name__}: {printable(failure, 100)}")
     finally:
@@ -132,7 +134,8 @@ def _why_the_host(
                 layer._compiled_call_impl = layer._call_impl
         granted = HostDecisions(device) if decisions is None else decisions.on(device)
         try:
-            _trace(traced, execution, granted, max_length, decided=decisions is not None)
+            inputs = _batches(traced.config, max_length)[0]
+            trace_pass(traced, execution, granted, inputs, decided=decisions is not None)
         except HostNeededError as needed:
             return str(needed)
         except (DataDependentOutputException, DynamicOutputShapeException) as read:
@@ -145,10 +148,17 @@ def _why_the_host(
     raise failure
 
 
-def _trace(traced: Any, execution: PaddedModel, granted: HostDecisions, max_length: int, *, decided: bool) -> None:
-    """One pass on tensors without numbers. The module's own tensors are replaced."""
-    inputs, device, backward = _batches(traced.config, max_length)[0], granted.device, traced.training
+def trace_pass(
+    traced: Any, execution: PaddedModel, granted: HostDecisions, inputs: PaddedInputs, *, decided: bool,
+    watch: AbstractContextManager[Any] | None = None,
+) -> None:  # fmt: skip
+    """One pass on tensors without numbers, backward too where the model is in training. Its own tensors are replaced.
+
+    decided: the host's decisions are `granted`, and none are refused in the forward pass. watch: is entered for it.
+    """
+    device, backward = granted.device, traced.training
     host: Any = _HostIsReal()
+    watch = nullcontext() if watch is None else watch
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, host, torch.set_grad_enabled(backward):
 
         def without_numbers(tensor: Tensor) -> Tensor:
@@ -162,11 +172,12 @@ def _trace(traced: Any, execution: PaddedModel, granted: HostDecisions, max_leng
                     module._parameters[name] = there
             module._buffers.update({n: without_numbers(b) for n, b in module._buffers.items() if b is not None})
         given = map_tensors(inputs, without_numbers)
-        with granted.traced(None) if decided else granted.refused():
-            logits = execution(given, ForwardContext(outside=granted.paused)).logits
-        if backward:
-            with granted.refused():
-                logits.sum().backward()  # type: ignore[no-untyped-call]
+        with watch:
+            with granted.traced(None) if decided else granted.refused():
+                logits = execution(given, ForwardContext(outside=granted.paused)).logits
+            if backward:
+                with granted.refused():
+                    logits.sum().backward()  # type: ignore[no-untyped-call]
 
 
 class _HostIsReal(TorchDispatchMode):
