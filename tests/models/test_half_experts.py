@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import brimful
-from brimful.models.half_experts import HALF_EXPERTS, halve_experts
+from brimful.models.half_experts import HALF_EXPERTS, _Biases, halve_experts
 from heads.tiny_heads import tiny_model
 from tolerances import difference
 
@@ -50,6 +51,54 @@ def test_they_are_as_near_to_fp32_as_one_by_one(kind: str) -> None:
     assert not torch.equal(found[1], grouped[1])  # which transformers multiplies in fp32
     for each, there in zip(computed(model, None), exact, strict=True):
         assert torch.equal(each, there)
+
+
+class _Indexed(TorchDispatchMode):
+    """Shapes of what gradients of indexing are added up to."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function._overloadpacket.__name__ in ("index_put", "index_put_", "_index_put_impl_"):
+            self.shapes.append(tuple(args[0].shape))
+        return function(*args, **(kwargs or {}))
+
+
+def test_gradients_of_their_biases_are_products() -> None:
+    model = tiny("gpt_oss")
+    biases = {name: p for name, p in model.named_parameters() if name.endswith("proj_bias")}
+    assert len(biases) == 4
+    shapes = {tuple(bias.shape) for bias in biases.values()}
+    gradients = []
+    for ours in (False, True):
+        if ours:
+            halve_experts(model)
+        for bias in biases.values():
+            bias.grad = None
+        with _Indexed() as indexed, torch.autocast("cpu", torch.bfloat16):
+            ids = torch.randint(5, 90, (6, 20), generator=torch.Generator().manual_seed(1))
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float().sum().backward()
+        assert bool(shapes & set(indexed.shapes)) is not ours
+        gradients.append({name: bias.grad for name, bias in biases.items()})
+    for name, expected in gradients[0].items():
+        assert expected is not None
+        assert expected.abs().amax() > 0
+        assert difference(gradients[1][name], expected) < 0.05  # bf16's products differ
+
+
+def test_the_bias_of_each_token_is_its_experts() -> None:
+    """As torch has it, forward and backward; of an expert that nobody chose the gradient is zero."""
+    random = torch.Generator().manual_seed(0)
+    biases = torch.randn(5, 7, generator=random, requires_grad=True)
+    experts, gradient = torch.randint(0, 4, (300,), generator=random), torch.randn(300, 7, generator=random)
+    found = _Biases(biases)[experts]
+    assert torch.equal(found, biases[experts])
+    [ours] = torch.autograd.grad(found, biases, gradient)
+    [theirs] = torch.autograd.grad(biases[experts], biases, gradient)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert ours[4].eq(0).all()
 
 
 @pytest.mark.parametrize("why", ["told otherwise", "rows of 28 bytes"])

@@ -19,6 +19,8 @@ HALF_EXPERTS = "brimful_half"
 _GROUPED = "grouped_mm"
 #: Bytes that each row of a matrix starts at a multiple of, as the kernel of all experts asks.
 _ALIGNMENT = 16
+#: Biases as transformers' experts name them.
+_BIASES = frozenset({"gate_up_proj_bias", "up_proj_bias", "down_proj_bias"})
 
 
 def halve_experts(model: Any) -> None:
@@ -74,9 +76,44 @@ class _Halved:
         self._experts = experts
         for name, weight in _matrices(experts).items():
             setattr(self, name, weight.to(dtype))
+        if not torch.compiler.is_compiling():  # a compiler has a sum of its own
+            for name in _BIASES & experts._parameters.keys():
+                setattr(self, name, _Biases(experts._parameters[name]))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._experts, name)
+
+
+class _Biases:
+    """(E, D) biases of all experts, which are indexed by the expert of each token."""
+
+    def __init__(self, biases_ED: Tensor | None) -> None:
+        self._biases_ED = biases_ED
+
+    def __getitem__(self, experts_S: Tensor) -> Tensor:
+        found: Tensor = _Chosen.apply(self._biases_ED, experts_S)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Chosen(torch.autograd.Function):
+    """(S, D) biases by the expert of each token.
+
+    Their gradient is a sum over all tokens of an expert, a product with ones and zeros here. Torch's own, of an index,
+    is for rows that are chosen a few times: it adds what has the same index one after the other.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, biases_ED: Tensor, experts_S: Tensor) -> Tensor:
+        ctx.save_for_backward(experts_S)
+        ctx.num_experts = biases_ED.shape[0]
+        return biases_ED[experts_S]
+
+    @staticmethod
+    def backward(ctx: Any, gradient_SD: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (experts_S,) = ctx.saved_tensors
+        numbers_E = torch.arange(ctx.num_experts, device=experts_S.device)
+        is_chosen_ES = (numbers_E[:, None] == experts_S).to(gradient_SD.dtype)
+        return is_chosen_ES @ gradient_SD, None
 
 
 def _autocast_is_in_bf16(kind: str) -> bool:
