@@ -118,7 +118,10 @@ def test_wherever_it_runs_out_training_learns_the_same(
         np.testing.assert_allclose(losses(tmp_path / str(number)), expected, rtol=LOSS)
         if execution == "captured" and run.out_of_memory and number < 5:
             assert run.compilations.captured > 0  # again, after what was captured before was freed
-    assert len(where) >= (5 if execution == "eager" else 3)  # others are tried once more, and then fit
+    if execution == "captured":
+        assert {"capture", "step", "evaluation"} <= set(where)
+    else:
+        assert len(where) >= 5
 
 
 def test_wherever_it_runs_out_answers_are_the_same(small: tuple[Path, Path], tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from brimful.core.place import Place
 from brimful.data.batches.padding import PaddedShapes
 from brimful.hardware.ranks import Ranks
 from brimful.levers import execution
-from brimful.levers.execution import ExecutionMode, fused_error_of, saved_seconds
+from brimful.levers.execution import ExecutionMode, fused_error_of, fusible_of_step, saved_seconds
 from brimful.levers.optimizer import Optimizer
 from brimful.levers.parameter_efficient import TrainedPart
 from brimful.levers.sharding import Sharding
 from brimful.levers.tensor_parallel import TensorParallel
 from brimful.levers.token_budget import TokenBudget
-from brimful.models.packed.fusible import Fusible, fusible_of_step
+from brimful.models.packed.fusible import Fusible, fusible_of_pass
 from brimful.models.packed.host_reads import Recording
 from brimful.models.packed.packed_forward import PaddedModel
 from brimful.step.updates.torch_update import TorchUpdate
@@ -76,7 +76,7 @@ def test_rows_of_several_lengths_take_longer_to_compile(
 ) -> None:
     """A run that 60 s would be saved of, where one length takes 40, and several 90."""
     model, padded = FAMILIES["bert"].model(), replace(EQUIVALENCE, packed=False)
-    monkeypatch.setattr(execution, "fusible_of_step", lambda *_, **__: None)  # it cannot be traced
+    monkeypatch.setattr(execution, "fusible_of_pass", lambda *_, **__: None)  # it cannot be traced
     assembly = assembly_of(model, device="cuda", equivalence=padded)
     shapes = PaddedShapes(lengths=lengths, num_tokens=64, num_rows=4, call_tokens=0)
     assembly.levers[TokenBudget] = TokenBudget(value="64", reason="a test", tokens=64, token_bytes=0, shapes=shapes)
@@ -156,9 +156,9 @@ def test_padded_layers_are_compiled_where_what_they_fuse_pays(
     model = FAMILIES["bert"].model()
     assembly = assembly_of(model, device="cuda", equivalence=replace(EQUIVALENCE, packed=False))
     model.config.model_type = kind
-    found = fusible_of_step(model, 6, 24, Recording())
+    found = fusible_of_pass(model, 6, 24, Recording())
     assert found is not None
-    monkeypatch.setattr(execution, "fusible_of_step", lambda *_, **__: found)
+    monkeypatch.setattr(execution, "fusible_of_pass", lambda *_, **__: found)
     tokens = int(assembly.batches(0)[0].sum())
     assembly.num_tokens = round(share * 40.0 / (0.75 * found.seconds) * tokens)
     assembly.levers[Optimizer] = Optimizer(value="sgd")
@@ -168,6 +168,47 @@ def test_padded_layers_are_compiled_where_what_they_fuse_pays(
     assert ExecutionMode.choose(assembly).value == value
 
 
+@pytest.mark.parametrize(
+    ("independent", "num_tokens", "traced", "share"),
+    [
+        (True, 10**9, (3, 16), (3 * 16 + 1 * 40) / (3 * 16)),
+        (False, 10**9, (4, 30), 1.0),
+        (True, 1000, None, 0.0),
+    ],
+)
+def test_the_largest_micro_batch_of_a_usual_batch_stands_for_it(
+    independent: bool, num_tokens: int, traced: tuple[int, int] | None, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is traced where the run is too short to compile whatever it fuses."""
+    seen: list[tuple[int, int]] = []
+
+    def one(_: Any, rows: int, length: int, *__: Any, **___: Any) -> Fusible:
+        seen.append((rows, length))
+        return Fusible(seconds=1e-3, operators=100)
+
+    monkeypatch.setattr(execution, "fusible_of_pass", one)
+    monkeypatch.setattr(execution, "cut", lambda *_: [(3, 16, [0, 1, 3]), (1, 40, [2])])
+    padded = replace(EQUIVALENCE, packed=False, independent=independent)
+    assembly = assembly_of(FAMILIES["bert"].model(), device="cuda", equivalence=padded, num_tokens=num_tokens)
+    shapes = PaddedShapes(lengths=(16, 40), num_tokens=64, num_rows=4)
+    assembly.levers[TokenBudget] = TokenBudget(value="64", reason="a test", tokens=64, token_bytes=0, shapes=shapes)
+    assembly.levers[Optimizer] = Optimizer(value="sgd")
+    found = fusible_of_step(assembly)
+    assert seen == ([] if traced is None else [traced])
+    assert (found is None) == (traced is None)
+    if found is not None:
+        assert found == Fusible(seconds=pytest.approx(share * 1e-3), operators=100)
+
+
+def test_weights_in_parts_are_not_compiled_and_nothing_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "fusible_of_pass", lambda *_, **__: pytest.fail("traced"))
+    padded = replace(EQUIVALENCE, packed=False)
+    assembly = assembly_of(FAMILIES["bert"].model(), device="cuda", equivalence=padded, num_tokens=10**12)
+    assembly.levers[Optimizer] = Optimizer(value="sgd")
+    monkeypatch.setattr(execution, "_in_parts", lambda _: True)
+    assert fusible_of_step(assembly) is None
+
+
 @pytest.mark.parametrize(("operators", "value"), [(200, "compiled"), (400, "captured")])
 def test_layers_of_many_operators_take_longer_to_compile(
     operators: int, value: str, monkeypatch: pytest.MonkeyPatch
@@ -175,7 +216,7 @@ def test_layers_of_many_operators_take_longer_to_compile(
     """A run that 60 s would be saved of, where 200 operators take 40, and 400 take 80."""
     model, padded = FAMILIES["bert"].model(), replace(EQUIVALENCE, packed=False)
     found = Fusible(seconds=1e-3, operators=operators)
-    monkeypatch.setattr(execution, "fusible_of_step", lambda *_, **__: found)
+    monkeypatch.setattr(execution, "fusible_of_pass", lambda *_, **__: found)
     monkeypatch.setattr(execution, "_has_lengths", lambda _: False)
     assembly = assembly_of(model, device="cuda", equivalence=padded)
     assembly.num_tokens = round(60.0 / (0.75 * found.seconds) * int(assembly.batches(0)[0].sum()))

@@ -12,13 +12,14 @@ tokens is a symbol.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import nn
 
 from brimful.core.errors import OptionError
 from brimful.core.options.train import TrainOptions
+from brimful.data.batches.padding import cut
 from brimful.levers.activations import compiled_for_less, fuses_layers
 from brimful.levers.checkpointing import Checkpointing
 from brimful.levers.compiled_layers import (
@@ -37,7 +38,7 @@ from brimful.levers.tensor_parallel import TensorParallel
 from brimful.levers.token_budget import TokenBudget, cuts_windows
 from brimful.models.model_stats import layer_lists, layers_of, matmul_parameters
 from brimful.models.packed.fused_check import fused_error
-from brimful.models.packed.fusible import Fusible, fusible_of_step
+from brimful.models.packed.fusible import Fusible, fusible_of_pass
 from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.host_reads import Recording, how_recorded
 from brimful.models.packed.packed_forward import PackedModel, PaddedModel
@@ -54,12 +55,13 @@ _COMPILE_ADAPTED_S = 50.0
 _SAVED_IN_TRAINING, _SAVED_A_LAYER_S = 0.5, 120e-6
 #: The latter of padded rows where their step cannot be traced.
 _SAVED_A_PADDED_LAYER_S = 300e-6
-#: Share that compiled layers save of the seconds that `models.packed.fusible` counts. Counted and saved in a step of 32
-#: rows of 512 tokens on an H200 (benchmarks/fallback): T5-Gemma 21.7 and 22.5 ms, A.X-K2 18.0 and 20.5, Qwen3-Next 19.9
-#: and 16.6, Qwen3.5 17.0 and 13.1, gpt-oss 20.3 and 91.
+#: Share that compiled layers save of the seconds that `models.packed.fusible` counts. Counted and saved in a bf16 step
+#: of 32 rows of 512 tokens on an H200 (benchmarks/fallback), captured and compiled in different calls: T5-Gemma 24.2
+#: and 22.5 ms, A.X-K2 17.6 and 20.5, Qwen3-Next 19.5 and 16.6, Qwen3.5 16.6 and 13.1.
 _SAVED_OF_FUSIBLE = 0.75
-#: Steps of a run from which they are counted, which takes a second or two.
-_COUNTED_FROM = 300
+#: The most that is ever counted, in seconds of a layer and of each number of its states: counting takes 0.6 to 15 s,
+#: and is left out where not even these would pay.
+_MOST_FUSIBLE_S, _MOST_OF_A_STATE_S = 1e-3, 1e-9
 #: Seconds that fused kernels of recorded layers cost: 4 on a slow host that compiles them, 1 on one that finds them on
 #: disk (benchmarks/whole_command).
 _RECORD_S = 2.5
@@ -314,27 +316,45 @@ def saved_seconds(assembly: Assembly) -> float:
     num_layers = sum(map(len, lists_to_compile(assembly)))
     if packed:
         return max(_SAVED_IN_TRAINING * whole_s, _SAVED_A_LAYER_S * num_layers * num_steps_of(assembly))
-    fusible = assembly.fact(fusible_of)
+    fusible = assembly.fact(fusible_of_step)
     of_layers_s = _SAVED_A_PADDED_LAYER_S * num_layers if fusible is None else _SAVED_OF_FUSIBLE * fusible.seconds
     return max(_SAVED * whole_s, of_layers_s * num_steps_of(assembly))
 
 
 def _compile_padded_s(assembly: Assembly) -> float:
-    fusible = assembly.fact(fusible_of)
+    fusible = assembly.fact(fusible_of_step)
     of_one_length = max(_COMPILE_PADDED_S, _COMPILE_AN_OPERATOR_S * (0 if fusible is None else fusible.operators))
     return of_one_length * (_COMPILE_LENGTHS_S / _COMPILE_PADDED_S if _has_lengths(assembly) else 1.0)
 
 
-def fusible_of(assembly: Assembly) -> Fusible | None:
-    """Return what compiled layers can fuse in a padded step of this training; None where that was not counted."""
-    never = assembly.model.config.model_type in _NOT_FASTER or not lists_to_compile(assembly)
-    if never or num_steps_of(assembly) < _COUNTED_FROM:
+def fusible_of_step(assembly: Assembly) -> Fusible | None:
+    """Return what compiled layers can fuse in a padded step of this training; None where that is not counted.
+
+    The largest micro-batch of a usual batch is traced, and stands for its others by their tokens.
+    """
+    lists = lists_to_compile(assembly)
+    if assembly.model.config.model_type in _NOT_FASTER or not lists or _in_parts(assembly):
         return None
-    sizes = [(len(lengths_N), int(lengths_N.max())) for lengths_N in assembly.batches(assembly.budget)]
-    num_rows, length = sorted(sizes, key=lambda size: size[0] * size[1])[len(sizes) // 2]
+    steps = [_micro_batches(lengths_N, assembly) for lengths_N in assembly.batches(assembly.budget)]
+    sizes = sorted((sum(rows * length for rows, length in step), step) for step in steps)
+    num_tokens, usual = sizes[len(sizes) // 2]
+    width = getattr(assembly.model.config.get_text_config(), "hidden_size", 0) or 0
+    most_s = (_MOST_FUSIBLE_S + _MOST_OF_A_STATE_S * width * num_tokens) * sum(map(len, lists))
+    if most_s * num_steps_of(assembly) < _COMPILE_PADDED_S:
+        return None
+    rows, length = max(usual, key=lambda size: size[0] * size[1])
     attention = getattr(assembly.execution, "attention", "sdpa")
     recording, half = assembly.fact(recording_of), assembly.precision.half
-    return fusible_of_step(assembly.model, num_rows, length, recording, attention=attention, half=half)
+    found = fusible_of_pass(assembly.model, rows, length, recording, attention=attention, half=half)
+    return found and replace(found, seconds=found.seconds * num_tokens / (rows * length))
+
+
+def _micro_batches(lengths_N: np.ndarray, assembly: Assembly) -> list[tuple[int, int]]:
+    """Return the rows of a batch's micro-batches and the tokens of each row, padding counted."""
+    shapes = assembly.lever(TokenBudget).shapes
+    if shapes is None or not assembly.lever(Packing).equivalence.independent:
+        return [(len(lengths_N), int(lengths_N.max()))]
+    return [(rows, length) for rows, length, _ in cut(lengths_N, shapes)]
 
 
 def _has_adapter(assembly: Assembly) -> bool:

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from brimful.core.errors import printable
+from brimful.hardware.process_settings import unchanged_random_streams
 from brimful.kernels.forward_context import ForwardContext
 from brimful.kernels.layout import PaddedInputs, map_tensors, padded_inputs
 from brimful.models.half_experts import hold_experts_in_half, host_multiplies_experts
@@ -60,6 +61,7 @@ class Recording:
     decisions: HostDecisions | None = field(default=None, compare=False, repr=False)
 
 
+@unchanged_random_streams()
 def how_recorded(
     model: Any, max_length: int, *, training: bool, attention: str = "sdpa", half: torch.dtype | None = None
 ) -> Recording:
@@ -70,7 +72,6 @@ def how_recorded(
     """
     if training and (drawn := _left_out_at_random(model)):
         return Recording(why_not=f"the host draws which layers are left out ({drawn})")
-    was = model.config._attn_implementation
     small = one_layer_of_each_kind(model).cpu().eval()
     shorten_window(small, max_length)
     small.train(training)
@@ -98,8 +99,6 @@ def how_recorded(
         return Recording(with_decisions=True, compilable=in_layers is None, decisions=decisions)
     except Exception as failure:
         return Recording(why_not=f"it could not be traced: {type(failure).__name__}: {printable(failure, 100)}")
-    finally:
-        model.config._attn_implementation = was
 
 
 def _must_be_kept(small: Any, max_length: int, attention: str, half: torch.dtype | None) -> bool:
