@@ -34,7 +34,7 @@ from brimful.models.packed.packed_forward import PaddedModel, padding_id_of
 _BYTES_PER_S, _KERNEL_S = 4.2e12, 2e-6
 #: What no compiler fuses with what is beside it: products and attention, by a part of their names; and what moves
 #: nothing.
-_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "scaled_dot_product", "embedding")
+_PRODUCTS = ("mm", "convolution", "scaled_dot_product", "embedding")
 _MOVES_NOTHING = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "detach"})
 #: Operators from which the trace is given up, after ten seconds: a loop over tokens, which no compiler is quick with.
 _MOST = 15_000
