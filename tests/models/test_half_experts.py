@@ -81,7 +81,9 @@ def test_gradients_of_their_biases_are_products() -> None:
             bias.grad = None
         with _Indexed() as indexed, torch.autocast("cpu", torch.bfloat16):
             ids = torch.randint(5, 90, (6, 20), generator=torch.Generator().manual_seed(1))
-            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float().sum().backward()
+            loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float().sum()
+        with indexed:
+            loss.backward()
         assert bool(shapes & set(indexed.shapes)) is not ours
         gradients.append({name: bias.grad for name, bias in biases.items()})
     for name, expected in gradients[0].items():
@@ -101,6 +103,9 @@ def test_the_bias_of_each_token_is_its_experts() -> None:
     [theirs] = torch.autograd.grad(biases[experts], biases, gradient)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     assert ours[4].eq(0).all()
+    with torch.autocast("cpu", torch.bfloat16):
+        [within] = torch.autograd.grad(_Biases(biases)[experts], biases, gradient)
+    assert torch.equal(within, ours)
 
 
 def test_expert_by_expert_is_what_torch_multiplies_at_once() -> None:

@@ -127,7 +127,8 @@ class _Chosen(torch.autograd.Function):
     """(S, D) biases by the expert of each token.
 
     Their gradient is a sum over all tokens of an expert, a product with ones and zeros here. Torch's own, of an index,
-    is for rows that are chosen a few times: it adds what has the same index one after the other.
+    is for rows that are chosen a few times: it adds what has the same index one after the other. Where a gradient of
+    one token is not finite, those of all experts' biases are not here.
     """
 
     @staticmethod
@@ -141,7 +142,8 @@ class _Chosen(torch.autograd.Function):
         (experts_S,) = ctx.saved_tensors
         numbers_E = torch.arange(ctx.num_experts, device=experts_S.device)
         is_chosen_ES = (numbers_E[:, None] == experts_S).to(gradient_SD.dtype)
-        return is_chosen_ES @ gradient_SD, None
+        with torch.autocast(gradient_SD.device.type, enabled=False):  # whoever calls backward() within one
+            return is_chosen_ES @ gradient_SD, None
 
 
 def _autocast_is_in_bf16(kind: str) -> bool:

@@ -102,6 +102,17 @@ def test_models_are_as_before(make: Any) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_the_seeds_of_gpus_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _: pytest.fail("they are the process's"))
+    assert how_recorded(t5(), 32, training=True).decisions is not None
+
+
+def test_nodes_are_numbered_where_a_layer_makes_none() -> None:
+    with torch.no_grad():
+        first, second = fusible._next_node(), fusible._next_node()
+    assert first < second
+
+
 def test_what_cannot_be_traced_is_not_counted() -> None:
     model = bert()
     model.bert.embeddings.register_forward_hook(lambda _, __, states: states * float(states.sum() > 0))

@@ -103,12 +103,16 @@ class _Counted(TorchDispatchMode):
                 handle.remove()
 
     def of_all(self, lengths: list[int]) -> Fusible | None:
-        """Of lists of layers of these lengths, of which the traced ones are a part; None where no layer ran."""
+        """Of lists of layers of these lengths, of which the first ones were traced; None where no layer ran.
+
+        The last one that was traced stands for the others.
+        """
         seconds, ran = 0.0, [place for place, operators in enumerate(self._operators) if operators]
         for number, length in enumerate(lengths):
             places = [place for place in ran if self._layers[place][0] == number]
             if places:
-                seconds += sum(self._seconds[place] for place in places) / len(places) * length
+                seconds += sum(self._seconds[place] for place in places)
+                seconds += self._seconds[places[-1]] * (length - len(places))
         if not ran:
             return None
         return Fusible(seconds=seconds, operators=round(sum(self._operators) / len(ran)))
@@ -146,7 +150,8 @@ class _Counted(TorchDispatchMode):
 
 def _next_node() -> int:
     """Number of the autograd node that is made next, in this thread."""
-    made = torch.ones((), requires_grad=True) * 1
+    with torch.enable_grad():
+        made = torch.ones((), requires_grad=True) * 1
     assert made.grad_fn is not None
     return made.grad_fn._sequence_nr() + 1
 

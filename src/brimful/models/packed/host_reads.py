@@ -208,9 +208,9 @@ def _decisions(small: Any, max_length: int, attention: str, half: torch.dtype | 
         with expert_by_expert(), torch.no_grad(), _autocast(half), torch.random.fork_rng(devices=[]):
             with found.recorded(None):
                 execution(first)
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             expected = execution(other).logits
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             with found.granted(None) as truths:
                 logits = execution(other).logits
     except RuntimeError:
