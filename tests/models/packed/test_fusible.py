@@ -28,7 +28,7 @@ def qwen() -> Any:
 
 
 def of(model: Any, num_rows: int = 8, length: int = 32) -> Fusible:
-    found = fusible_of_pass(model, num_rows, length, how_recorded(model, length, training=True))
+    found = fusible_of_pass(model, num_rows, length, Recording())
     assert found is not None
     return found
 
@@ -84,6 +84,7 @@ def test_each_operator_is_counted_and_no_product(monkeypatch: pytest.MonkeyPatch
     assert of(model).operators <= scaled.operators + 1  # the matrix of ones is made
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make", [t5, qwen, lambda: tiny_model("qwen3_next"), lambda: tiny_model("mvp")])
 def test_models_are_as_before(make: Any) -> None:
     """Those whose code asks the host, and draws there; with attention of their parts that is not the model's."""
