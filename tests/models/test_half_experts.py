@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import brimful
-from brimful.models.half_experts import HALF_EXPERTS, _Biases, expert_by_expert, halve_experts
+from brimful.models.half_experts import HALF_EXPERTS, ExpertByExpert, _Biases, halve_experts
 from brimful.models.packed.host_reads import how_recorded
 from heads.tiny_heads import tiny_model
 from tolerances import difference
@@ -115,7 +115,7 @@ def test_expert_by_expert_is_what_torch_multiplies_at_once() -> None:
     weights = torch.randn(4, 16, 24, generator=random).bfloat16()
     ends = torch.tensor([8, 8, 24, 32], dtype=torch.int32)
     expected = torch.nn.functional.grouped_mm(tokens, weights, offs=ends)
-    with expert_by_expert():
+    with ExpertByExpert():
         found = torch.nn.functional.grouped_mm(tokens, weights, offs=ends)
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found[:32], expected[:32], rtol=0.01, atol=0.05)

@@ -59,7 +59,7 @@ _SAVED_A_PADDED_LAYER_S = 300e-6
 #: of 32 rows of 512 tokens on an H200 (benchmarks/fallback), captured and compiled in different calls: T5-Gemma 24.2
 #: and 22.5 ms, A.X-K2 17.8 and 20.5, Qwen3-Next 20.4 and 16.6, Qwen3.5 17.5 and 13.1.
 _SAVED_OF_FUSIBLE = 0.75
-#: The most that is ever counted, in seconds of a layer and of each number of its states: counting takes 0.6 to 15 s,
+#: More than any model counts, in seconds of a layer and of each number of its states: counting takes 0.6 to 15 s,
 #: and is left out where not even these would pay.
 _MOST_FUSIBLE_S, _MOST_OF_A_STATE_S = 1e-3, 1e-9
 #: Seconds that fused kernels of recorded layers cost: 4 on a slow host that compiles them, 1 on one that finds them on

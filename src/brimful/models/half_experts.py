@@ -70,7 +70,7 @@ def _matrices(experts: nn.Module) -> dict[str, Tensor]:
     return {name: weight for name, weight in experts._parameters.items() if weight is not None and weight.dim() == 3}
 
 
-class expert_by_expert(TorchDispatchMode):  # noqa: N801  (a context)
+class ExpertByExpert(TorchDispatchMode):
     """Within, a CPU multiplies the tokens of one expert after another, in fp32, where torch has one call for all.
 
     That call takes a hundred times as long in bf16 on a CPU without matrix units.

@@ -33,7 +33,7 @@ from brimful.core.errors import printable
 from brimful.hardware.process_settings import unchanged_random_streams
 from brimful.kernels.forward_context import ForwardContext
 from brimful.kernels.layout import PaddedInputs, map_tensors, padded_inputs
-from brimful.models.half_experts import expert_by_expert, hold_experts_in_half, host_multiplies_experts
+from brimful.models.half_experts import ExpertByExpert, hold_experts_in_half, host_multiplies_experts
 from brimful.models.model_stats import layer_lists
 from brimful.models.packed.check_inputs import make_sequences, one_layer_of_each_kind
 from brimful.models.packed.host_decisions import HostDecisions, HostNeededError
@@ -81,7 +81,7 @@ def how_recorded(
         return Recording(why_not="the host must read how many tokens each expert has, but for products in bf16")
     try:
         # Once, as some change themselves in their first pass. What a CPU cannot compute may be traced all the same.
-        with expert_by_expert(), torch.no_grad(), _autocast(half), suppress(Exception):
+        with ExpertByExpert(), torch.no_grad(), _autocast(half), suppress(Exception):
             PaddedModel(small, attention)(_batches(small.config, max_length)[0])
         keeps, before = _must_be_kept(small, max_length, attention, half), _host_streams()
         why_not = _why_the_host(small, None, max_length, attention)
@@ -108,7 +108,7 @@ def _must_be_kept(small: Any, max_length: int, attention: str, half: torch.dtype
     longest = max(sequences, key=len)
     full = padded_inputs([longest] * 2, 2, len(longest), padding_id=padding_id_of(small.config))
     alone = torch.random.fork_rng(devices=[])
-    with expert_by_expert(), torch.no_grad(), _autocast(half), alone, suppress(Exception), asked.recorded(None):
+    with ExpertByExpert(), torch.no_grad(), _autocast(half), alone, suppress(Exception), asked.recorded(None):
         PaddedModel(small, attention)(full)
     return asked.asked_of_masks or bool(replaced(places))
 
@@ -205,7 +205,7 @@ def _decisions(small: Any, max_length: int, attention: str, half: torch.dtype | 
     first, other = _batches(small.config, max_length)
     found, execution = HostDecisions(), PaddedModel(small, attention)
     try:
-        with expert_by_expert(), torch.no_grad(), _autocast(half), torch.random.fork_rng(devices=[]):
+        with ExpertByExpert(), torch.no_grad(), _autocast(half), torch.random.fork_rng(devices=[]):
             with found.recorded(None):
                 execution(first)
             torch.default_generator.manual_seed(0)
