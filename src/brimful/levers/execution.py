@@ -74,9 +74,11 @@ _COMPILE_FORWARD_S = 4.0
 #: Cold seconds of layers of padded rows, by torch's compiler alone, for one length of rows, and for several
 #: (benchmarks/fallback); and forward only.
 _COMPILE_PADDED_S, _COMPILE_LENGTHS_S, _COMPILE_PADDED_FORWARD_S = 40.0, 90.0, 25.0
-#: The first of layers of many operators, for each: Qwen3.5's and Qwen3-Next's have some 400, and took 160 s beside
-#: three other models that were compiled, A.X-K2's and gpt-oss's 200 to 260, and 31 to 44 s.
-_COMPILE_AN_OPERATOR_S = 0.2
+#: The first of layers of many operators, for each, beside another model that was compiled: Qwen3.5's and Qwen3-Next's
+#: have some 400, and took 178 and 190 s, A.X-K2's and gpt-oss's 200 to 260, and 44 and 42 s (benchmarks/fallback).
+_COMPILE_AN_OPERATOR_S = 0.4
+#: Share of these seconds that a run is charged with: kernels stay on disk, and Qwen3.5's second run took 12 s.
+_CHARGED = 0.5
 #: Types whose layers torch's compiler makes no faster: those of Funnel took 450 s on an H200, and 1.2 times as long as
 #: uncompiled then (benchmarks/fallback).
 _NOT_FASTER = frozenset({"funnel"})
@@ -210,24 +212,20 @@ class ExecutionMode(Lever):
     @classmethod
     def _that_pays(cls, assembly: Assembly, *, has_layers: bool, fused: bool) -> ExecutionMode:
         packed = assembly.lever(Packing).packed
-        if packed and fused and assembly.lever(Packing).equivalence.recorded:
-            compile_s = _RECORD_S
-        elif not assembly.training:
-            compile_s = _COMPILE_FORWARD_S if packed else _COMPILE_PADDED_FORWARD_S
-        elif packed:
-            compile_s = _COMPILE_ADAPTED_S if _has_adapter(assembly) else _COMPILE_S
-        else:
-            compile_s = _compile_padded_s(assembly)
+        compile_s, charged_s = _compile_seconds(assembly, fused=fused)
         saved_s = saved_seconds(assembly)
         not_faster = not packed and assembly.model.config.model_type in _NOT_FASTER
-        if not has_layers or not_faster or saved_s < compile_s:
+        if not has_layers or not_faster or saved_s < charged_s:
             against = f"compiling would save about {saved_s:.0f} s of this run and take {compile_s:.0f} s"
             if not_faster:
                 against = f"compiled layers of {assembly.model.config.model_type} are no faster"
             if not has_layers:
                 against = "there is no list of layers to compile, or the host is needed in them"
             return cls(value="captured", reason=f"one launch a step; {against}", fused=fused)
-        return cls(value="compiled", reason="one launch a step, with element-wise work fused by layer", fused=fused)
+        reason = "one launch a step, with element-wise work fused by layer"
+        if not packed:
+            reason += f": about {compile_s:.0f} s to compile the first time, {saved_s:.0f} s saved a run"
+        return cls(value="compiled", reason=reason, fused=fused)
 
     def cost(self, work: StepWork) -> Cost:
         """Gradients in the graphs' pool beside those of eager steps, seconds of compiling, and those that it saves."""
@@ -321,10 +319,19 @@ def saved_seconds(assembly: Assembly) -> float:
     return max(_SAVED * whole_s, of_layers_s * num_steps_of(assembly))
 
 
-def _compile_padded_s(assembly: Assembly) -> float:
+def _compile_seconds(assembly: Assembly, *, fused: bool) -> tuple[float, float]:
+    """Return seconds of compiling the layers where no kernel is on disk, and those that a run is charged with."""
+    packing, training = assembly.lever(Packing), assembly.training
+    if packing.packed and fused and packing.equivalence.recorded:
+        return _RECORD_S, _RECORD_S
+    if packing.packed or not training:
+        forward_s = _COMPILE_FORWARD_S if packing.packed else _COMPILE_PADDED_FORWARD_S
+        seconds = forward_s if not training else _COMPILE_ADAPTED_S if _has_adapter(assembly) else _COMPILE_S
+        return seconds, seconds
     fusible = assembly.fact(fusible_of_step)
-    of_one_length = max(_COMPILE_PADDED_S, _COMPILE_AN_OPERATOR_S * (0 if fusible is None else fusible.operators))
-    return of_one_length * (_COMPILE_LENGTHS_S / _COMPILE_PADDED_S if _has_lengths(assembly) else 1.0)
+    of_operators = _COMPILE_AN_OPERATOR_S * (0 if fusible is None else fusible.operators)
+    lengths = _COMPILE_LENGTHS_S / _COMPILE_PADDED_S if _has_lengths(assembly) else 1.0
+    return lengths * max(_COMPILE_PADDED_S, of_operators), lengths * max(_COMPILE_PADDED_S, _CHARGED * of_operators)
 
 
 def fusible_of_step(assembly: Assembly) -> Fusible | None:
