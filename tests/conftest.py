@@ -35,7 +35,7 @@ from forked_ranks import Forked  # noqa: E402
 transformers.logging.set_verbosity_error()
 
 #: Of so many cases of a test that is marked sampled, one runs.
-_ONE_OF = 8
+_ONE_OF = 12
 
 # Equal examples in every run: what is found once is found always. `--hypothesis-profile=search` looks further.
 settings.register_profile(
@@ -82,8 +82,8 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked thorough, and seven of eight cases of those marked sampled, counted from their last: later
-    ones tend to ask for more."""
+    """Leave out tests marked thorough, and all but one of `_ONE_OF` cases of those marked sampled, counted from their
+    last: later ones tend to ask for more."""
     if config.option.thorough:
         return
     seen: Counter[str] = Counter()

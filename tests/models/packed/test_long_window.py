@@ -24,8 +24,8 @@ from tiny import FAMILIES, Family
 from wrong_attention import Change, changed_pattern
 
 CPU = torch.device("cpu")
-#: A window that a check in full takes seconds for, and one that it takes minutes for.
-LONG, LONGER = 400, 4096
+#: A window that a check in full takes seconds for, and one that it takes far longer for.
+LONG, LONGER = 400, 2048
 ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1}
 
 
