@@ -102,6 +102,30 @@ def test_the_first_batch_is_compared(model: Path, rows: Path, tmp_path: Path, op
     assert not any("first batch" in warning for warning in heard.warnings)
 
 
+@pytest.mark.parametrize(
+    ("mode", "recorded", "said"), [("compiled", False, True), ("compiled", True, False), ("captured", False, False)]
+)
+def test_what_takes_minutes_is_said_before(
+    mode: str, recorded: bool, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that torch's compiler makes; recorded ones take seconds."""
+    heard, stages = _Heard(), list[str]()
+    monkeypatch.setattr(heard, "stage", stages.append)
+    values = {"execution": mode, "packing": "padded"}
+    packing = SimpleNamespace(equivalence=SimpleNamespace(recorded=recorded))
+    made: Any = SimpleNamespace(recipe=SimpleNamespace(value=values.get), packing=packing)
+    found = FirstBatch(num_rows=2, num_tokens=9, precision="fp32", passed=True, loss_error=0.0, gradient_error=0.0)
+
+    def compared(*_: Any) -> FirstBatch:
+        assert bool(stages) == said
+        return found
+
+    monkeypatch.setattr(first_batch, "compare", compared)
+    options, precision = cast("Any", None), choose_precision("fp32", torch.device("cpu"))
+    assert first_batch.checked(lambda *_: made, options, precision, SAMPLE, heard) == (made, found)
+    assert [each.partition(":")[0] for each in stages] == ["compiling layers"] * said
+
+
 @pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:--token-budget 24 is raised:UserWarning")
 @pytest.mark.parametrize("options", [{}, {"token_budget": 24}, {"optim": "sgd"}])
