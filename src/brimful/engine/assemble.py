@@ -195,6 +195,8 @@ def assemble(
         assert execution is not None
         assert layout is not None
         step = _step(assembly, execution, layout, task, ranks)
+    if seconds := assembly.lever(ExecutionMode).compile_seconds(assembly):
+        callbacks.stage(f"compiling layers: {seconds:.0f} s or more where this machine has not compiled them before")
     return Assembled(
         model=assembly.model,
         execution=execution,

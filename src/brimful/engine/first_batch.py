@@ -39,8 +39,6 @@ from brimful.step.step import Probed
 
 A = TypeVar("A", bound=Assembled)
 
-#: What is said before a step is compared whose layers torch's compiler makes: it waits for them.
-_COMPILING = "compiling layers: up to three minutes where this machine has not compiled them yet"
 #: Numbers of a gradient that are on the device at once, where gradients are compared.
 _SLICE = 1 << 22
 #: Times what the plain model loses in a precision that all parameters together may differ by, and one alone.
@@ -59,8 +57,6 @@ def checked(
     eager, fallbacks = False, tuple[str, ...]()
     while True:
         made = made or make(options, precision, eager)
-        if made.recipe.value("execution") == "compiled" and not made.packing.equivalence.recorded:
-            callbacks.stage(_COMPILING)
         refusal = None
         try:
             found = replace(compare(made, rows), fallbacks=fallbacks)

@@ -74,10 +74,11 @@ _COMPILE_FORWARD_S = 4.0
 #: Cold seconds of layers of padded rows, by torch's compiler alone, for one length of rows, and for several
 #: (benchmarks/fallback); and forward only.
 _COMPILE_PADDED_S, _COMPILE_LENGTHS_S, _COMPILE_PADDED_FORWARD_S = 40.0, 90.0, 25.0
-#: The first of layers of many operators, for each, beside another model that was compiled: Qwen3.5's and Qwen3-Next's
-#: have some 400, and took 178 and 190 s, A.X-K2's and gpt-oss's 200 to 260, and 44 and 42 s (benchmarks/fallback).
-_COMPILE_AN_OPERATOR_S = 0.4
-#: Share of these seconds that a run is charged with: kernels stay on disk, and Qwen3.5's second run took 12 s.
+#: Operators of a layer from which the first takes longer, and seconds of each more, where two models are compiled at
+#: once: 37 s of 147 (Phi-MoE), 42 of 179 (gpt-oss), 44 of 244 (A.X-K2), 178 of 359 (Qwen3.5), 190 of 426 (Qwen3-Next).
+_FEW_OPERATORS, _COMPILE_AN_OPERATOR_S = 240, 1.0
+#: Share of many seconds that a run is charged with. Kernels stay on disk (Qwen3.5's second run took 12 s): a first run
+#: loses half of what compiling takes at the most, and later ones of the same shapes save.
 _CHARGED = 0.5
 #: Types whose layers torch's compiler makes no faster: those of Funnel took 450 s on an H200, and 1.2 times as long as
 #: uncompiled then (benchmarks/fallback).
@@ -156,7 +157,7 @@ class ExecutionMode(Lever):
 
     @classmethod
     def choose(cls, assembly: Assembly) -> ExecutionMode:
-        """Choose the mode asked for, for `auto` the fastest that works here and pays."""
+        """Choose the mode asked for, for `auto` the fastest that works here and pays in a run, or in the next ones."""
         asked, verdict = assembly.options.execution, cls.supports(assembly)
         fused = assembly.lever(Packing).packed and assembly.fact(kernels_of).fused
         if asked == "fused":
@@ -224,7 +225,7 @@ class ExecutionMode(Lever):
             return cls(value="captured", reason=f"one launch a step; {against}", fused=fused)
         reason = "one launch a step, with element-wise work fused by layer"
         if not packed:
-            reason += f": about {compile_s:.0f} s to compile the first time, {saved_s:.0f} s saved a run"
+            reason += f": about {compile_s:.0f} s to compile in a first run here, {saved_s:.0f} s saved in each"
         return cls(value="compiled", reason=reason, fused=fused)
 
     def cost(self, work: StepWork) -> Cost:
@@ -236,6 +237,15 @@ class ExecutionMode(Lever):
             step_s=-_SAVED * work.products_s(work.num_tokens) if self.compiled else 0.0,
             once_s=compile_s if self.compiled else 0.0,
         )
+
+    def compile_seconds(self, assembly: Assembly) -> float:
+        """Return the seconds that the first step waits for torch's compiler where no kernel is on disk; 0 for layers
+        that are not compiled, or recorded."""
+        packing = assembly.lever(Packing)
+        recorded = packing.packed and self.fused and packing.equivalence.recorded
+        if self.value != "compiled" or recorded or _in_parts(assembly):
+            return 0.0
+        return _compile_seconds(assembly, fused=self.fused)[0]
 
     def apply(self, assembly: Assembly) -> None:
         """Compile the model's layers in place, if that was chosen. Compilation itself waits for the first step."""
@@ -329,9 +339,10 @@ def _compile_seconds(assembly: Assembly, *, fused: bool) -> tuple[float, float]:
         seconds = forward_s if not training else _COMPILE_ADAPTED_S if _has_adapter(assembly) else _COMPILE_S
         return seconds, seconds
     fusible = assembly.fact(fusible_of_step)
-    of_operators = _COMPILE_AN_OPERATOR_S * (0 if fusible is None else fusible.operators)
+    more = 0 if fusible is None else max(0, fusible.operators - _FEW_OPERATORS)
+    cold_s = _COMPILE_PADDED_S + _COMPILE_AN_OPERATOR_S * more
     lengths = _COMPILE_LENGTHS_S / _COMPILE_PADDED_S if _has_lengths(assembly) else 1.0
-    return lengths * max(_COMPILE_PADDED_S, of_operators), lengths * max(_COMPILE_PADDED_S, _CHARGED * of_operators)
+    return lengths * cold_s, lengths * max(_COMPILE_PADDED_S, _CHARGED * cold_s)
 
 
 def fusible_of_step(assembly: Assembly) -> Fusible | None:

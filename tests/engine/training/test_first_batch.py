@@ -21,6 +21,7 @@ from brimful.engine import first_batch, plain_pass
 from brimful.engine.first_batch import compare
 from brimful.engine.plain_pass import Rows
 from brimful.levers import facts
+from brimful.levers.execution import ExecutionMode
 from brimful.levers.precision import choose_precision
 from brimful.models.model_stats import layers_of
 from brimful.models.packed import packed_forward
@@ -102,28 +103,16 @@ def test_the_first_batch_is_compared(model: Path, rows: Path, tmp_path: Path, op
     assert not any("first batch" in warning for warning in heard.warnings)
 
 
-@pytest.mark.parametrize(
-    ("mode", "recorded", "said"), [("compiled", False, True), ("compiled", True, False), ("captured", False, False)]
-)
 def test_what_takes_minutes_is_said_before(
-    mode: str, recorded: bool, said: bool, monkeypatch: pytest.MonkeyPatch
+    model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers that torch's compiler makes; recorded ones take seconds."""
-    heard, stages = _Heard(), list[str]()
-    monkeypatch.setattr(heard, "stage", stages.append)
-    values = {"execution": mode, "packing": "padded"}
-    packing = SimpleNamespace(equivalence=SimpleNamespace(recorded=recorded))
-    made: Any = SimpleNamespace(recipe=SimpleNamespace(value=values.get), packing=packing)
-    found = FirstBatch(num_rows=2, num_tokens=9, precision="fp32", passed=True, loss_error=0.0, gradient_error=0.0)
-
-    def compared(*_: Any) -> FirstBatch:
-        assert bool(stages) == said
-        return found
-
-    monkeypatch.setattr(first_batch, "compare", compared)
-    options, precision = cast("Any", None), choose_precision("fp32", torch.device("cpu"))
-    assert first_batch.checked(lambda *_: made, options, precision, SAMPLE, heard) == (made, found)
-    assert [each.partition(":")[0] for each in stages] == ["compiling layers"] * said
+    """Layers that torch's compiler makes, once: while the first batch waits for them nothing else is said."""
+    heard = _Heard()
+    monkeypatch.setattr(heard, "stage", heard.notes.append)
+    monkeypatch.setattr(ExecutionMode, "compile_seconds", lambda *_: 40.0)
+    brimful.train(rows, model=model, output=tmp_path / "run", callbacks=heard, **SIZES)
+    said = [each for each in heard.notes if each.startswith(("compiling layers: 40 s or more", "first batch: "))]
+    assert [each.partition(":")[0] for each in said] == ["compiling layers", "first batch"]
 
 
 @pytest.mark.sampled
