@@ -1,11 +1,13 @@
 """Steps on a CPU in turns: brimful's and those of a plain loop, one after the other in one process.
 
     python benchmarks/fallback/steps_in_turns.py gemma2 modernbert --inputs FOLDER > LOG
+    python benchmarks/fallback/steps_in_turns.py gemma2 modernbert --inputs FOLDER --traffic > LOG
 
 Rows of 96 tokens, so that nothing is left to pack. A plain loop does what Trainer does and no more: forward, backward,
 clipping, torch's fused AdamW. Sides that follow one another within seconds share what else the machine does; `run.py`,
 a side at a time for a minute, finds differences of a tenth on the same code. CPU seconds of a step, medians, and the
 median and quarters of the ratio of neighbours. Reads the models and texts that `run.py --cpu --size small` has made.
+With --traffic: operators of one step, and the bytes that they read and write, which no other work disturbs.
 """
 
 from __future__ import annotations
@@ -19,11 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import brimful
 
 _ROWS, _TOKENS, _WARM_UP = 32, 96, 2
+#: Operators that touch no numbers, beside views.
+_OF_NO_NUMBERS = {"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "detach"}
 
 
 def encoded(folder: Path) -> list[dict[str, Any]]:
@@ -65,6 +71,34 @@ def plain(folder: Path, rows: list[dict[str, Any]]) -> Callable[[], None]:
     return run
 
 
+class _Traffic(TorchDispatchMode):
+    """Counts operators that are called within, and the bytes of what they are given and return."""
+
+    operators, num_bytes = 0, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if not function.is_view and function._overloadpacket.__name__ not in _OF_NO_NUMBERS:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+            self.operators += 1
+            self.num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return out
+
+
+def traffic(folder: Path) -> dict[str, Any]:
+    """Operators and megabytes of a step, of each side."""
+    rows = encoded(folder)
+    run, packing = ours(folder, rows)
+    found: dict[str, Any] = {"runs": packing}
+    for name, each in {"brimful": run, "plain": plain(folder, rows)}.items():
+        for _ in range(_WARM_UP):
+            each()
+        with _Traffic() as seen:
+            each()
+        found[name] = {"operators": seen.operators, "megabytes": round(seen.num_bytes / 1e6, 1)}
+    return found
+
+
 def measure(folder: Path, count: int) -> dict[str, Any]:
     """CPU seconds of `count` steps a side, in turns."""
     rows = encoded(folder)
@@ -88,11 +122,14 @@ def main() -> None:
     parser.add_argument("--inputs", type=Path, required=True, help="folder of models and texts of run.py")
     parser.add_argument("--steps", type=int, default=16, help="of each side")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
+    parser.add_argument("--traffic", action="store_true", help="count operators and bytes of one step instead")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     for kind in arguments.models:
-        found = measure(arguments.inputs / f"{kind}-small", arguments.steps)
-        print(json.dumps({"model": kind, "steps": arguments.steps, **found}), flush=True)
+        folder = arguments.inputs / f"{kind}-small"
+        steps = {} if arguments.traffic else {"steps": arguments.steps}
+        found = traffic(folder) if arguments.traffic else measure(folder, arguments.steps)
+        print(json.dumps({"model": kind, **steps, **found}), flush=True)
 
 
 if __name__ == "__main__":

@@ -389,7 +389,8 @@ def test_what_only_looks_like_rotary_attention_is_not_taken(kind: str) -> None:
         q, k, v = (each.transpose(1, 2) for each in ((k, q, v) if kind == "second third" else (q, k, v)))
         seed = torch.zeros((), dtype=torch.int64)
         given = (offsets, seed, 20, 20, 0.25, False, 0, 0.0, 0.0)
-        out: torch.Tensor = torch.ops.brimful.varlen_attention.default(turned(q)[0], turned(k)[0], v[0], *given)[0]
+        heads = (turned(q).squeeze(0), turned(k).squeeze(0), v.squeeze(0))
+        out: torch.Tensor = torch.ops.brimful.varlen_attention.default(*heads, *given)[0]
         return out
 
     module = graph_of(attention, torch.randn(1, 20, 16), torch.tensor([0, 20], dtype=torch.int32))

@@ -123,6 +123,17 @@ def test_code_that_copies_the_hosts_numbers_to_the_device_can_with_these(
     assert how_recorded(model, 64, training=True) == expected
 
 
+@pytest.mark.parametrize("half", [None, torch.bfloat16, torch.float16])
+def test_code_that_reads_in_one_precision_alone_is_recorded_in_that_one(half: torch.dtype | None) -> None:
+    """Decisions are of the run's precision. Without numbers the model is traced in fp32, where it asks for more."""
+    model = FAMILIES["bert"].model()
+    query = model.bert.encoder.layer[0].attention.self.query
+    query.register_forward_hook(lambda *given: listed(given[2]) if given[2].dtype == torch.float32 else None)
+    found = how_recorded(model, 64, training=True, half=half)
+    assert found.with_decisions == (half is None)
+    assert (found.why_not is None) == (half is None)
+
+
 def test_a_head_of_images_and_text_has_its_decoder_store_nothing() -> None:
     """It does not name `use_cache`: keys and values of a pass would be stored, and layers not be compiled."""
     model = tiny_model("qwen3_5")

@@ -41,21 +41,19 @@ def grouped_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Seg
     """
     if not segments.groups:
         raise ValueError("grouped_attention needs segments made by with_groups")
-    k_HTD, v_HTD = _repeat_heads(q_HTD, k_KTD, v_KTD)
+    by_torch = pattern.softcap is None and pattern.relative is None  # which needs no copies of keys and values
+    k_HTD, v_HTD = (k_KTD, v_KTD) if by_torch else _repeat_heads(q_HTD, k_KTD, v_KTD)
     outputs = []
     for group in segments.groups:
-        width = group.index_RL.shape[1]
         q, k, v = (_rows_RHLD(x, group) for x in (q_HTD, k_HTD, v_HTD))
-        seen: Tensor | None = group.valid_RL[:, None, None, :]
-        if pattern.causal or (pattern.window is not None and pattern.window < width):
-            near = _visible(torch.arange(width, device=q_HTD.device), pattern)
-            seen = group.valid_RL[:, None, None, :] & near | torch.eye(
-                width, dtype=torch.bool, device=q_HTD.device
-            )  # padding sees itself: no empty row
-        elif group.start is not None or _full(group.valid_RL):
-            seen = None
-        bias = None if pattern.relative is None else _bias_RHLL(q, k, pattern.relative)
-        outputs.append(_masked_attention(q, k, v, seen, pattern, bias).transpose(1, 2).flatten(0, 1))
+        if by_torch and pattern.causal and not _cuts(pattern, group):
+            found = F.scaled_dot_product_attention(
+                q, k, v, dropout_p=pattern.dropout, scale=pattern.scale, is_causal=True, enable_gqa=True
+            )
+        else:
+            bias = None if pattern.relative is None else _bias_RHLL(q, k, pattern.relative)
+            found = _masked_attention(q, k, v, _seen(pattern, group), pattern, bias)
+        outputs.append(found.transpose(1, 2).flatten(0, 1))
     # Whole tokens are gathered, (H * D) at once: their gradient is then a sum of rows, which is fast everywhere.
     out_TX = torch.cat(outputs).flatten(1) if len(outputs) > 1 else outputs[0].flatten(1)
     if segments.place_T is not None:
@@ -64,16 +62,32 @@ def grouped_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Seg
     return out_THD.transpose(0, 1)
 
 
+def _cuts(pattern: Pattern, group: Group) -> bool:
+    """True if rows of a group are longer than the window."""
+    return pattern.window is not None and pattern.window < group.index_RL.shape[1]
+
+
+def _seen(pattern: Pattern, group: Group) -> Tensor | None:
+    """Bool, of a shape that broadcasts to (R, H, L, L): which keys a query sees; None if all. No row of it is empty."""
+    place_L = torch.arange(group.index_RL.shape[1], device=group.index_RL.device)
+    if pattern.causal:  # padding is behind a row's tokens, where none of them looks
+        return _visible(place_L, pattern)
+    seen = group.valid_RL[:, None, None, :]
+    if _cuts(pattern, group):
+        return seen & _visible(place_L, pattern) | (place_L == place_L[:, None])  # padding sees itself
+    return None if group.start is not None or _full(group.valid_RL) else seen
+
+
 def _rows_RHLD(x_HTD: Tensor, group: Group) -> Tensor:
-    index_RL = group.index_RL
+    index_RL, x_THD = group.index_RL, x_HTD.transpose(0, 1)  # as projections make them: one copy of a gradient
     if group.start is not None:
         size = index_RL.numel()
-        if size < x_HTD.shape[1]:  # else a gradient would be copied for nothing
-            x_HTD = x_HTD.narrow(1, group.start, size)
-        found: Tensor = x_HTD.unflatten(1, index_RL.shape)
-        return found.transpose(0, 1)
-    rows_RLX = x_HTD.transpose(0, 1).flatten(1).index_select(0, index_RL.flatten()).unflatten(0, index_RL.shape)
-    rows_RLHD: Tensor = rows_RLX.unflatten(2, (x_HTD.shape[0], -1))
+        if size < x_THD.shape[0]:  # else a gradient would be copied for nothing
+            x_THD = x_THD.narrow(0, group.start, size)
+        rows_RLHD: Tensor = x_THD.unflatten(0, index_RL.shape)
+        return rows_RLHD.transpose(1, 2)
+    rows_RLX = x_THD.flatten(1).index_select(0, index_RL.flatten()).unflatten(0, index_RL.shape)
+    rows_RLHD = rows_RLX.unflatten(2, (x_HTD.shape[0], -1))
     return rows_RLHD.transpose(1, 2)
 
 
@@ -256,9 +270,15 @@ def _masked_attention(
 ) -> Tensor:
     if pattern.softcap is None:
         mask = seen if bias is None else bias if seen is None else bias.masked_fill(~seen, float("-inf"))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=pattern.dropout, scale=pattern.scale)
-    scores = (q @ k.transpose(-1, -2)) * pattern.scale
-    scores = pattern.softcap * torch.tanh((scores if bias is None else scores + bias) / pattern.softcap)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=pattern.dropout, scale=pattern.scale, enable_gqa=q.shape != k.shape
+        )
+    scores = q @ k.transpose(-1, -2)
+    if bias is None:
+        scores = scores * (pattern.scale / pattern.softcap)
+    else:
+        scores = (scores * pattern.scale + bias) / pattern.softcap
+    scores = pattern.softcap * torch.tanh(scores)
     if seen is not None:
         scores = scores.masked_fill(~seen, float("-inf"))
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(q.dtype)

@@ -41,6 +41,7 @@ from brimful.models.fusion.nodes import is_parameter
 _FREE_FUNCTIONS = {operator.getitem}
 _FREE_METHODS = {
     "view", "reshape", "transpose", "contiguous", "size", "item", "to", "flatten", "unflatten", "permute", "unsqueeze",
+    "squeeze",
 }  # fmt: skip
 
 #: What computes on hidden states. Attention with a bias by distance stands beside its projections.

@@ -266,11 +266,12 @@ def _fit(q: _Heads, k: _Heads, v: _Heads) -> bool:
 
 
 def _heads(node: Any) -> _Heads | None:
-    """Heads (H, T, D) of a linear (1, T, N), by view, a norm, transpose, rotation, [0], and repetition."""
+    """Heads (H, T, D) of a linear (1, T, N), by view, a norm, transpose, rotation, squeeze, and repetition."""
     node, repeats = _repeated(uncast(node))
-    if not is_call(node, operator.getitem) or node.args[1] != 0:
+    squeezed = method_arguments(node, "squeeze", ("input", "dim"))
+    if squeezed is None or squeezed["dim"] != 0:
         return None
-    node = uncast(node.args[0])
+    node = uncast(squeezed["input"])
     turned = _turned(node)
     node, angles = (node, None) if turned is None else turned
     call = method_arguments(node, "transpose", ("input", "first", "second"))

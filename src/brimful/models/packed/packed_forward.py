@@ -81,7 +81,8 @@ def _packed_attention(
         softcap=softcap,
         dropout=dropout,
     )
-    found_HTD = _attend(query[0], key[0], value[0], segments, pattern, plain, watch)
+    heads = (query.squeeze(0), key.squeeze(0), value.squeeze(0))  # the gradient of x[0] would be a copy
+    found_HTD = _attend(*heads, segments, pattern, plain, watch)
     return found_HTD.transpose(0, 1)[None].contiguous(), None
 
 
@@ -384,7 +385,7 @@ class PackedModel(LayoutModel):
         arguments = self._row_arguments(inputs)
         with current().told(), _needs_no_mask(self._base):
             states: Tensor = self._base(input_ids=inputs.ids_T[None], **arguments, **types, **self._settings)[0]
-        return states[0]
+        return states.squeeze(0)
 
     def _positions_T(self, inputs: PackedInputs) -> Tensor:
         """Positions as the model numbers them."""

@@ -62,7 +62,7 @@ class PackedRow:
 
     def context(self, heads: tuple[Tensor, Tensor, Tensor], pattern: Pattern) -> Tensor:
         """Attention of queries, keys and values (1, T, H, D), as (1, T, H * D)."""
-        q_HTD, k_HTD, v_HTD = (x[0].transpose(0, 1) for x in heads)
+        q_HTD, k_HTD, v_HTD = (x.squeeze(0).transpose(0, 1) for x in heads)
         out_HTD = self.attend(q_HTD, k_HTD, v_HTD, self.segments, pattern, self.plain)
         return out_HTD.transpose(0, 1).flatten(1)[None]
 
