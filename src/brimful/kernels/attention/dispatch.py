@@ -41,14 +41,15 @@ def grouped_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Seg
     """
     if not segments.groups:
         raise ValueError("grouped_attention needs segments made by with_groups")
-    by_torch = pattern.softcap is None and pattern.relative is None  # which needs no copies of keys and values
-    k_HTD, v_HTD = (k_KTD, v_KTD) if by_torch else _repeat_heads(q_HTD, k_KTD, v_KTD)
+    by_torch = pattern.softcap is None and pattern.relative is None
+    shared = by_torch and q_HTD.device.type == "cpu"  # its kernel takes keys of fewer heads as they are
+    k_HTD, v_HTD = (k_KTD, v_KTD) if shared else _repeat_heads(q_HTD, k_KTD, v_KTD)
     outputs = []
     for group in segments.groups:
         q, k, v = (_rows_RHLD(x, group) for x in (q_HTD, k_HTD, v_HTD))
         if by_torch and pattern.causal and not _cuts(pattern, group):
             found = F.scaled_dot_product_attention(
-                q, k, v, dropout_p=pattern.dropout, scale=pattern.scale, is_causal=True, enable_gqa=True
+                q, k, v, dropout_p=pattern.dropout, scale=pattern.scale, is_causal=True, enable_gqa=shared
             )
         else:
             bias = None if pattern.relative is None else _bias_RHLL(q, k, pattern.relative)
