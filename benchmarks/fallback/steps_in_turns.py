@@ -7,7 +7,8 @@ Rows of 96 tokens, so that nothing is left to pack. A plain loop does what Train
 clipping, torch's fused AdamW. Sides that follow one another within seconds share what else the machine does; `run.py`,
 a side at a time for a minute, finds differences of a tenth on the same code. CPU seconds of a step, medians, and the
 median and quarters of the ratio of neighbours. Reads the models and texts that `run.py --cpu --size small` has made.
-With --traffic: operators of one step, and the bytes that they read and write, which no other work disturbs.
+With --traffic: operators of one step, and the bytes of what they are given and return (not what happens inside them),
+which no other work disturbs.
 """
 
 from __future__ import annotations

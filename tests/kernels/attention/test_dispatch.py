@@ -172,14 +172,16 @@ def test_groups_are_asked_for() -> None:
         grouped_attention(q, q, q, segments, Pattern(scale=1.0))
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_dropout_keeps_the_mean(softcap: float | None) -> None:
+def test_dropout_keeps_the_mean(softcap: float | None, causal: bool) -> None:
     segments = with_groups(make_segments([40, 24], PackedShape(num_tokens=64, num_slots=2, max_length=64)))
     random = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 64, 8, generator=random), torch.randn(2, 64, 8, generator=random)
     v = torch.ones(2, 64, 8)
     torch.manual_seed(0)
-    runs = [grouped_attention(q, k, v, segments, Pattern(scale=0.3, softcap=softcap, dropout=0.25)) for _ in range(60)]
+    pattern = Pattern(scale=0.3, softcap=softcap, dropout=0.25, causal=causal)
+    runs = [grouped_attention(q, k, v, segments, pattern) for _ in range(60)]
     assert not torch.equal(runs[0], runs[1])
     assert abs(float(torch.stack(runs).mean()) - 1) < 0.02
 

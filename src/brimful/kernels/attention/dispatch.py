@@ -41,15 +41,14 @@ def grouped_attention(q_HTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, segments: Seg
     """
     if not segments.groups:
         raise ValueError("grouped_attention needs segments made by with_groups")
+    k_HTD, v_HTD = _repeat_heads(q_HTD, k_KTD, v_KTD)
     by_torch = pattern.softcap is None and pattern.relative is None
-    shared = by_torch and q_HTD.device.type == "cpu"  # its kernel takes keys of fewer heads as they are
-    k_HTD, v_HTD = (k_KTD, v_KTD) if shared else _repeat_heads(q_HTD, k_KTD, v_KTD)
     outputs = []
     for group in segments.groups:
         q, k, v = (_rows_RHLD(x, group) for x in (q_HTD, k_HTD, v_HTD))
         if by_torch and pattern.causal and not _cuts(pattern, group):
             found = F.scaled_dot_product_attention(
-                q, k, v, dropout_p=pattern.dropout, scale=pattern.scale, is_causal=True, enable_gqa=shared
+                q, k, v, dropout_p=pattern.dropout, scale=pattern.scale, is_causal=True
             )
         else:
             bias = None if pattern.relative is None else _bias_RHLL(q, k, pattern.relative)
@@ -271,9 +270,7 @@ def _masked_attention(
 ) -> Tensor:
     if pattern.softcap is None:
         mask = seen if bias is None else bias if seen is None else bias.masked_fill(~seen, float("-inf"))
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=pattern.dropout, scale=pattern.scale, enable_gqa=q.shape != k.shape
-        )
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=pattern.dropout, scale=pattern.scale)
     scores = q @ k.transpose(-1, -2)
     if bias is None:
         scores = scores * (pattern.scale / pattern.softcap)
