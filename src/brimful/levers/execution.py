@@ -338,7 +338,8 @@ def _compile_seconds(assembly: Assembly, *, fused: bool) -> tuple[float, float]:
         forward_s = _COMPILE_FORWARD_S if packing.packed else _COMPILE_PADDED_FORWARD_S
         seconds = forward_s if not training else _COMPILE_ADAPTED_S if _has_adapter(assembly) else _COMPILE_S
         return seconds, seconds
-    fusible = assembly.fact(fusible_of_step)
+    asked = assembly.options.execution != "auto"  # then nothing depends on what is counted, which takes seconds itself
+    fusible = None if asked else assembly.fact(fusible_of_step)
     more = 0 if fusible is None else max(0, fusible.operators - _FEW_OPERATORS)
     cold_s = _COMPILE_PADDED_S + _COMPILE_AN_OPERATOR_S * more
     lengths = _COMPILE_LENGTHS_S / _COMPILE_PADDED_S if _has_lengths(assembly) else 1.0
