@@ -44,13 +44,14 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_PATIENCE_S", 0.1)
 
 
-@pytest.mark.usefixtures("soon")
-def test_those_that_have_not_come_are_named() -> None:
+def test_those_that_have_not_come_are_named(request: pytest.FixtureRequest) -> None:
     store, said = open_store(FIRST), []
     for rank in (0, 2):
         Watch(Pulse(rank), store, 3).announce()
+    watch = Watch(Pulse(), store, 3)
+    request.getfixturevalue("soon")  # once all are connected, however long that takes
     with pytest.raises(DeviceError, match=r"^process 1 of 3 did not come in") as caught:
-        meet(store, Watch(Pulse(), store, 3), FIRST, said.append)
+        meet(store, watch, FIRST, said.append)
     assert caught.value.hint is not None
     assert "that all were started" in caught.value.hint
     assert said == ["waiting for process 1 of 3, at 127.0.0.1, for up to 10 min"]
@@ -94,7 +95,7 @@ def test_two_first_processes(tmp_path: Path, before: int) -> None:
             patch.setattr(meeting, name, 60.0)  # of a busy machine
         patch.setattr(meeting, "MEETING", timedelta(seconds=120))
         later, former = sorted(Forked(tmp_path / "logs", 2, work).results())
-    assert later.startswith("another process is number 0 of 2 at port ")
+    assert later.startswith("another process is number 0 of 2 at port "), (later, former)
     assert former.startswith("another process of RANK 0 was here: ")
 
 
