@@ -241,9 +241,7 @@ class ExecutionMode(Lever):
     def compile_seconds(self, assembly: Assembly) -> float:
         """Return the seconds that the first step waits for torch's compiler where no kernel is on disk; 0 for layers
         that are not compiled, or recorded."""
-        packing = assembly.lever(Packing)
-        recorded = packing.packed and self.fused and packing.equivalence.recorded
-        if self.value != "compiled" or recorded or _in_parts(assembly):
+        if self.value != "compiled" or _is_recorded(assembly, fused=self.fused) or _in_parts(assembly):
             return 0.0
         return _compile_seconds(assembly, fused=self.fused)[0]
 
@@ -329,13 +327,19 @@ def saved_seconds(assembly: Assembly) -> float:
     return max(_SAVED * whole_s, of_layers_s * num_steps_of(assembly))
 
 
+def _is_recorded(assembly: Assembly, *, fused: bool) -> bool:
+    """Return whether our kernels cover the layers of packed rows, which then need no compiler of torch's."""
+    packing = assembly.lever(Packing)
+    return packing.packed and fused and packing.equivalence.recorded
+
+
 def _compile_seconds(assembly: Assembly, *, fused: bool) -> tuple[float, float]:
     """Return seconds of compiling the layers where no kernel is on disk, and those that a run is charged with."""
-    packing, training = assembly.lever(Packing), assembly.training
-    if packing.packed and fused and packing.equivalence.recorded:
+    packed, training = assembly.lever(Packing).packed, assembly.training
+    if _is_recorded(assembly, fused=fused):
         return _RECORD_S, _RECORD_S
-    if packing.packed or not training:
-        forward_s = _COMPILE_FORWARD_S if packing.packed else _COMPILE_PADDED_FORWARD_S
+    if packed or not training:
+        forward_s = _COMPILE_FORWARD_S if packed else _COMPILE_PADDED_FORWARD_S
         seconds = forward_s if not training else _COMPILE_ADAPTED_S if _has_adapter(assembly) else _COMPILE_S
         return seconds, seconds
     asked = assembly.options.execution != "auto"  # then nothing depends on what is counted, which takes seconds itself
