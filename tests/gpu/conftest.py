@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,6 +21,15 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """A failure is shown at once: time on a GPU may end before the last test does."""
     if report.failed and "gpu" in report.keywords:
         print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
+
+
+@pytest.fixture(autouse=True)
+def _full_products() -> Iterator[None]:
+    """TF32, which a Trainer that compiles allows in the whole process, ends with its test: references are in fp32."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for backend in (torch.backends, torch.backends.cuda.matmul):
+        backend.fp32_precision = "none"  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)

@@ -48,6 +48,18 @@ def test_it_is_given_back(user: str, asked: Any) -> None:
         assert products_are_full()
 
 
+@pytest.mark.parametrize("user", ["nothing", "ieee", "tf32"])
+def test_what_a_block_sets_ends_with_it(user: str) -> None:
+    """As a Trainer that compiles, for all backends."""
+    if user != "nothing":
+        torch.backends.fp32_precision = user  # type: ignore[attr-defined]
+    before = settings()
+    with matmul_precision("highest"):
+        torch.backends.fp32_precision = "tf32"  # type: ignore[attr-defined]
+    assert settings() == before
+    assert products_are_full() is (user != "tf32")
+
+
 @pytest.mark.parametrize("own", [None, ":16:8"])
 def test_deterministic_kernels_are_asked_for_within(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "CUBLAS_WORKSPACE_CONFIG"

@@ -21,11 +21,12 @@ from brimful.core.process_lock import PROCESS_LOCK
 def matmul_precision(value: Literal["highest", "high"]) -> Iterator[None]:
     """Within, fp32 products are full ones, or of 10-bit mantissas on matrix units.
 
-    Torch has an old setting and a new one by backend, which transformers uses; both are given back.
+    Torch has an old setting and a new one by backend, which follows that of all backends where it says nothing. All are
+    given back, whatever the block does: a Trainer that compiles sets the one of all backends.
     """
     with PROCESS_LOCK:
         cpu: Any = torch.backends.mkldnn
-        backends: list[Any] = [torch.backends.cuda.matmul, cpu.matmul]
+        backends: list[Any] = [torch.backends, torch.backends.cuda.matmul, cpu.matmul]
         were = [backend.fp32_precision for backend in backends]
         try:
             before = torch.get_float32_matmul_precision()
@@ -37,7 +38,7 @@ def matmul_precision(value: Literal["highest", "high"]) -> Iterator[None]:
         finally:
             torch.set_float32_matmul_precision(before)
             for backend, was in zip(backends, were, strict=True):
-                backend.fp32_precision = "none"  # as the setting for all backends says
+                backend.fp32_precision = "none"  # as the setting for all backends says, which comes first
                 if backend.fp32_precision != was:
                     backend.fp32_precision = was
 
