@@ -1,12 +1,14 @@
-"""Steps on a CPU in turns: brimful's and those of a plain loop, one after the other in one process.
+"""Steps on a CPU in turns: brimful's and those of a plain loop, each side in a process of its own.
 
     python benchmarks/fallback/steps_in_turns.py gemma2 modernbert --inputs FOLDER > LOG
     python benchmarks/fallback/steps_in_turns.py gemma2 modernbert --inputs FOLDER --traffic > LOG
 
 Rows of 96 tokens, so that nothing is left to pack. A plain loop does what Trainer does and no more: forward, backward,
-clipping, torch's fused AdamW. Sides that follow one another within seconds share what else the machine does; `run.py`,
-a side at a time for a minute, finds differences of a tenth on the same code. CPU seconds of a step, medians, and the
-median and quarters of the ratio of neighbours. Reads the models and texts that `run.py --cpu --size small` has made.
+clipping, torch's fused AdamW. Ours keeps freed memory, as `brimful train` does; each process has a heap of its own, as
+users' runs have. One works while the other waits, and which goes first changes: sides that follow one another within
+seconds share what else the machine does, where `run.py`, a side at a time for a minute, finds differences of a tenth on
+the same code. CPU seconds of a step, medians; of the ratio of neighbours the median, its 95 % interval by order, and
+quarters. Makes the models and texts of `run.py --cpu --size small` where they are not there.
 With --traffic: operators of one step, and the bytes of what they are given and return (not what happens inside them),
 which no other work disturbs.
 """
@@ -15,18 +17,29 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import multiprocessing
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))
+
 import torch
+from architectures import Work, make_inputs
+from provenance import commit_here, host_here
+from shapes import load_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import brimful
+from brimful.hardware.process_settings import freed_memory_kept
 
 _ROWS, _TOKENS, _WARM_UP = 32, 96, 2
 #: Operators that touch no numbers, beside views.
@@ -57,8 +70,8 @@ def ours(folder: Path, rows: list[dict[str, Any]]) -> tuple[Callable[[], None], 
     return run, "packed" if step.packed else "padded"
 
 
-def plain(folder: Path, rows: list[dict[str, Any]]) -> Callable[[], None]:
-    """Return a step of a plain loop."""
+def plain(folder: Path, rows: list[dict[str, Any]]) -> tuple[Callable[[], None], str]:
+    """Return a step of a plain loop, and how it runs."""
     model = load(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True)
 
@@ -69,7 +82,10 @@ def plain(folder: Path, rows: list[dict[str, Any]]) -> Callable[[], None]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return run
+    return run, "plain"
+
+
+_SIDES = {"brimful": ours, "plain": plain}
 
 
 class _Traffic(TorchDispatchMode):
@@ -88,49 +104,79 @@ class _Traffic(TorchDispatchMode):
 
 def traffic(folder: Path) -> dict[str, Any]:
     """Operators and megabytes of a step, of each side."""
-    rows = encoded(folder)
-    run, packing = ours(folder, rows)
-    found: dict[str, Any] = {"runs": packing}
-    for name, each in {"brimful": run, "plain": plain(folder, rows)}.items():
+    rows, found = encoded(folder), dict[str, Any]()
+    for name, begin in _SIDES.items():
+        run, how = begin(folder, rows)
         for _ in range(_WARM_UP):
-            each()
+            run()
         with _Traffic() as seen:
-            each()
-        found[name] = {"operators": seen.operators, "megabytes": round(seen.num_bytes / 1e6, 1)}
+            run()
+        found[name] = {"runs": how, "operators": seen.operators, "megabytes": round(seen.num_bytes / 1e6, 1)}
     return found
 
 
-def measure(folder: Path, count: int) -> dict[str, Any]:
-    """CPU seconds of `count` steps a side, in turns."""
-    rows = encoded(folder)
-    run, packing = ours(folder, rows)
-    sides, seconds = {"brimful": run, "plain": plain(folder, rows)}, dict[str, list[float]]()
-    for number in range(_WARM_UP + count):
-        for name, each in sides.items():
+def _steps_when_told(side: str, folder: Path, threads: int, told: Connection) -> None:
+    """One side's process: a step for each True that comes, whose CPU seconds go back; how it runs goes first."""
+    torch.set_num_threads(threads)
+    with ExitStack() as stack:
+        if side == "brimful":
+            stack.enter_context(freed_memory_kept(torch.device("cpu")))
+        run, how = _SIDES[side](folder, encoded(folder))
+        for _ in range(_WARM_UP):
+            run()
+        told.send(how)
+        while told.recv():
             began = time.process_time()
-            each()
-            if number >= _WARM_UP:
-                seconds.setdefault(name, []).append(time.process_time() - began)
+            run()
+            told.send(time.process_time() - began)
+
+
+def measure(folder: Path, count: int, threads: int) -> dict[str, Any]:
+    """CPU seconds of `count` steps a side, in turns."""
+    context = multiprocessing.get_context("spawn")
+    talks, seconds, how = dict[str, Connection](), dict[str, list[float]](), dict[str, str]()
+    for side in _SIDES:
+        talks[side], other = context.Pipe()
+        context.Process(target=_steps_when_told, args=(side, folder, threads, other), daemon=True).start()
+        how[side] = talks[side].recv()
+    for number in range(count):
+        for side in sorted(_SIDES, reverse=number % 2 == 1):
+            talks[side].send(True)
+            seconds.setdefault(side, []).append(talks[side].recv())
+    for talk in talks.values():
+        talk.send(False)
     ratios = [theirs / own for own, theirs in zip(seconds["brimful"], seconds["plain"], strict=True)]
-    medians = {name: round(statistics.median(each), 4) for name, each in seconds.items()}
-    quarters = [round(each, 3) for each in statistics.quantiles(ratios, n=4)]
-    return {"runs": packing, "cpu_s": medians, "ratio": quarters[1], "ratio_quarters": [quarters[0], quarters[2]]}
+    medians = {side: round(statistics.median(each), 4) for side, each in seconds.items()}
+    low, middle, high = (round(each, 3) for each in statistics.quantiles(ratios, n=4))
+    about = {"ratio": middle, "interval": interval(ratios), "quarters": [low, high]}
+    return {"runs": how["brimful"], "cpu_s": medians, **about}
+
+
+def interval(values: Sequence[float]) -> list[float]:
+    """Return the 95 % interval of the median: the values whose ranks a fair coin leaves it between."""
+    ordered, reach = sorted(values), 0.98 * math.sqrt(len(values))
+    first, last = math.floor(len(values) / 2 - reach), math.ceil(len(values) / 2 + reach)
+    return [round(ordered[min(max(each, 0), len(values) - 1)], 3) for each in (first, last)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="+", help="model types")
     parser.add_argument("--inputs", type=Path, required=True, help="folder of models and texts of run.py")
-    parser.add_argument("--steps", type=int, default=16, help="of each side")
+    parser.add_argument("--tokenizer", help="folder of the texts' tokenizer; default: that of the demo's model")
+    parser.add_argument("--steps", type=int, default=100, help="of each side")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--traffic", action="store_true", help="count operators and bytes of one step instead")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    about = {"commit": commit_here(), "host": host_here()}
     for kind in arguments.models:
-        folder = arguments.inputs / f"{kind}-small"
-        steps = {} if arguments.traffic else {"steps": arguments.steps}
-        found = traffic(folder) if arguments.traffic else measure(folder, arguments.steps)
-        print(json.dumps({"model": kind, **steps, **found}), flush=True)
+        work = Work(model=kind, shape="dense", scale="small")
+        make_inputs(arguments.inputs, work, load_tokenizer(arguments.tokenizer, smoke=False))
+        folder = arguments.inputs / work.size
+        steps = {} if arguments.traffic else {"steps": arguments.steps, "threads": arguments.threads}
+        found = traffic(folder) if arguments.traffic else measure(folder, arguments.steps, arguments.threads)
+        print(json.dumps({"model": kind, **steps, **found, **about}), flush=True)
 
 
 if __name__ == "__main__":
