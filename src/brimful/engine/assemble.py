@@ -195,8 +195,7 @@ def assemble(
         assert execution is not None
         assert layout is not None
         step = _step(assembly, execution, layout, task, ranks)
-    if seconds := assembly.lever(ExecutionMode).compile_seconds(assembly):
-        callbacks.stage(f"compiling layers: {seconds:.0f} s or more where this machine has not compiled them before")
+    say_what_compiles(assembly, callbacks)
     return Assembled(
         model=assembly.model,
         execution=execution,
@@ -211,6 +210,12 @@ def assemble(
         eager_attention=eager_attention,
         remedy=lambda: more_room(assembly, in_a_step=True),
     )
+
+
+def say_what_compiles(assembly: Assembly, callbacks: Callbacks) -> None:
+    """Say, before the first step or pass, how long it may wait for torch's compiler."""
+    if seconds := assembly.lever(ExecutionMode).compile_seconds(assembly):
+        callbacks.stage(f"compiling layers: {seconds:.0f} s or more where this machine has not compiled them before")
 
 
 def _step(assembly: Assembly, execution: LayoutModel, layout: Layout, task: Task, ranks: Ranks) -> Step:

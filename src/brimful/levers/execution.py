@@ -229,13 +229,10 @@ class ExecutionMode(Lever):
         return cls(value="compiled", reason=reason, fused=fused)
 
     def cost(self, work: StepWork) -> Cost:
-        """Gradients in the graphs' pool beside those of eager steps, seconds of compiling, and those that it saves."""
-        compile_s = _COMPILE_S if work.num_trained else _COMPILE_FORWARD_S
-        compile_s = _COMPARE_S if self.value == "fused" else compile_s
+        """Gradients in the graphs' pool beside those of eager steps, and what compiled layers save of a step."""
         return Cost(
             resident_bytes=4 * work.num_trained if self.captured and not self.streamed else 0,
             step_s=-_SAVED * work.products_s(work.num_tokens) if self.compiled else 0.0,
-            once_s=compile_s if self.compiled else 0.0,
         )
 
     def compile_seconds(self, assembly: Assembly) -> float:

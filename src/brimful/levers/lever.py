@@ -106,24 +106,22 @@ class Cost:
     """Bytes and seconds of a lever; negative where it saves what another lever counts.
 
     Seconds are estimates, from operations and bytes and what the device was measured to reach, but for fp8 products,
-    which are timed on the run's device, and compiling, which was timed on one H200. Bytes of weights, gradients and
-    optimizer states are counted, those of activations estimated.
+    which are timed on the run's device. Bytes of weights, gradients and optimizer states are counted, those of
+    activations estimated.
 
     resident_bytes: on the device for as long as the run lasts. step_bytes: besides, for the length of one step.
-    step_s: of one step. once_s: before the first.
+    step_s: of one step.
     """
 
     resident_bytes: int = 0
     step_bytes: int = 0
     step_s: float = 0.0
-    once_s: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(
             resident_bytes=self.resident_bytes + other.resident_bytes,
             step_bytes=self.step_bytes + other.step_bytes,
             step_s=self.step_s + other.step_s,
-            once_s=self.once_s + other.once_s,
         )
 
 

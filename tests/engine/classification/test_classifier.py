@@ -26,6 +26,7 @@ import brimful as package
 from brimful.core.callbacks import Callbacks
 from brimful.core.errors import DataError, ModelError, OptionError
 from brimful.levers import facts
+from brimful.levers.execution import ExecutionMode
 from brimful.levers.precision import choose_precision
 from brimful.models import onednn_prepack
 from brimful.models.packed import packed_forward
@@ -624,3 +625,14 @@ def test_a_model_without_half_precision_answers_in_fp32(monkeypatch: pytest.Monk
     ):
         classifier.logits(TEXTS)
     assert "--precision tf32" in str(refused.value.hint)
+
+
+def test_what_takes_long_is_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that torch's compiler makes."""
+    save_classifier(tmp_path / "model", ("bad", "good"))
+    said, callbacks = list[str](), Callbacks()
+    monkeypatch.setattr(callbacks, "stage", said.append)
+    monkeypatch.setattr(ExecutionMode, "compile_seconds", lambda *_: 25.0)
+    with package.Classifier(tmp_path / "model", device="cpu", callbacks=callbacks) as classifier:
+        assert len(classifier(TEXTS[:2])) == 2
+    assert [each for each in said if "compiling layers: 25 s or more" in each]

@@ -20,7 +20,7 @@ from brimful.core.options.classify import ClassifyOptions
 from brimful.core.records import LabelSpace, OutOfMemory, Recipe
 from brimful.data.batches.batch import PaddedLayout
 from brimful.data.tokens.encoder import Encoder, Tokens
-from brimful.engine.assemble import LEVERS
+from brimful.engine.assemble import LEVERS, say_what_compiles
 from brimful.engine.prepare import make_encoder
 from brimful.engine.sequence_lengths import Longest, longest_to_read
 from brimful.hardware.probe import device_name
@@ -163,6 +163,7 @@ def make_runner(
     forward = _forward(assembly)
     forward.remedy = lambda: _more_room(options, precision, "lower --max-length, or ")
     forward.hear = hear or OutOfMemoryLog(warn=callbacks.warning)
+    say_what_compiles(assembly, callbacks)
     return Runner(
         model=assembly.model,
         forward=forward,
