@@ -150,7 +150,7 @@ def test_rows_without_padding_are_captured(execution: str) -> None:
 #: Types that run padded; grouped products of experts are for half precision.
 PADDED = (
     *("bigbird_pegasus", "canine", "convbert", "fnet", "funnel", "ibert", "layoutlmv3", "lilt", "longformer", "mra"),
-    *("mvp", "nystromformer", "qwen3_5_text", "t5gemma", "t5gemma2", "tapas", "xlnet", "yoso", "zamba2"),
+    *("mvp", "nystromformer", "qwen3_5_text", "t5gemma", "t5gemma2", "tapas", "xlnet", "yoso", "zamba", "zamba2"),
 )
 
 

@@ -35,6 +35,7 @@ from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.layer_calls import many_compiled_forms, place_calls
 from brimful.models.packed.refusals import refusals
 from brimful.models.packed.replaced_buffers import Place, places_of, write_back
+from brimful.models.packed.slices_apart import has_loops, slices_apart
 
 #: Hidden states of a sequence that the head reads; `late`: all of them, each by itself, and the mean of the logits.
 Pooling = Literal["first", "last", "mean", "late"]
@@ -171,6 +172,7 @@ class PaddedModel(LayoutModel):
         self._settings = _without_cache(model) | _named_outputs(model.config)
         self._layers = [layer for layers in layer_lists(model) for layer in layers]
         self._unsettled: tuple[list[Place], Tensor | None] | None = None
+        self._has_loops = has_loops(model)
         self._reads_last_place = any(getattr(module, "summary_type", None) == "last" for module in model.modules())
 
     def __call__(self, inputs: Inputs, context: ForwardContext | None = None) -> ForwardOutputs:
@@ -186,7 +188,8 @@ class PaddedModel(LayoutModel):
             context = replace(context, outside=self.decisions.paused)
         if inputs.places_RL is not None:
             context = replace(context, places_X=inputs.places_RL.flatten())
-        with refusals(self.model.config.model_type, inputs), context.active(), many_compiled_forms(self._layers):
+        loops = slices_apart() if self._has_loops else nullcontext()
+        with refusals(self.model.config.model_type, inputs), context.active(), many_compiled_forms(self._layers), loops:
             return ForwardOutputs(logits=self._logits(given))
 
     def _logits(self, given: dict[str, Any]) -> Tensor:

@@ -1,0 +1,141 @@
+"""A loop over slices of one tensor: the same gradient, to the bit, put together once."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from brimful.kernels.layout import PaddedInputs
+from brimful.models.packed.host_decisions import HostDecisions
+from brimful.models.packed.packed_forward import PaddedModel
+from brimful.models.packed.slices_apart import has_loops, slices_apart
+from heads.tiny_heads import tiny_model
+
+LENGTH = 24
+
+
+class _Filled(TorchDispatchMode):
+    """Counts numbers of gradients of single slices, each of which is as large as the whole tensor."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if function._overloadpacket.__name__ == "select_backward":
+            self.numbers += out.numel()
+        return out
+
+
+def rows(model: Any) -> PaddedInputs:
+    ids_RL = torch.randint(5, model.config.vocab_size, (3, LENGTH), generator=torch.Generator().manual_seed(0))
+    mask_RL = torch.ones_like(ids_RL)
+    mask_RL[1, 9:] = 0
+    return PaddedInputs(ids_RL=ids_RL, mask_RL=mask_RL, types_RL=None)
+
+
+@pytest.mark.parametrize("kind", ["jamba", "zamba"])
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_a_scan_has_the_gradient_of_the_plain_model(kind: str, is_recorded: bool) -> None:
+    model = tiny_model(kind).train()
+    plain, inputs = copy.deepcopy(model), rows(model)
+    plain.config.use_cache = False
+    with _Filled() as of_plain:
+        plain(input_ids=inputs.ids_RL, attention_mask=inputs.mask_RL).logits.sum().backward()
+    execution = PaddedModel(model)
+    execution.decisions = HostDecisions() if is_recorded else None
+    with _Filled() as found:
+        execution(inputs).logits.sum().backward()
+    assert found.numbers < 2 * of_plain.numbers / LENGTH
+    for own, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (own.grad is None) is (theirs.grad is None)
+        assert own.grad is None or torch.equal(own.grad, theirs.grad)
+
+
+def test_models_without_a_loop_are_left_alone() -> None:
+    assert not has_loops(tiny_model("bert"))
+    assert not has_loops(tiny_model("qwen3_next"))
+
+
+def walked(states: Tensor, places: Any) -> Tensor:
+    return torch.stack([states[:, place] * (2 + number) for number, place in enumerate(places)])
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda states: walked(states, range(6)),
+        lambda states: walked(states, range(3)),
+        lambda states: walked(states, [0, 1, 1, 3, 2]),
+        lambda states: walked(states, [0, 5, 4, 3]),
+        lambda states: walked(states, [1, 2, -1, 0]),
+        lambda states: walked(states, [0, 1, -1, 2]),
+        lambda states: torch.cat([walked(states, range(6)), walked(states, range(6))]),
+        lambda states: torch.stack([states[:, place] + states[:, :, place] for place in range(4)]),
+        lambda states: torch.stack([states[place, :, 0] + states[..., place] for place in range(2)]),
+        lambda states: torch.stack([states[:, place : place + 1] * states[:, None, place] for place in range(3)]),
+    ],
+    ids=[
+        "all",
+        "a part",
+        "again",
+        "back",
+        "from the end",
+        "mixed",
+        "twice",
+        "two dims",
+        "two numbers",
+        "other indices",
+    ],
+)
+def test_slices_are_torchs(read: Callable[[Tensor], Tensor]) -> None:
+    found, expected = (
+        torch.randn(6, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        for _ in range(2)
+    )
+    with slices_apart():
+        own = read(found * 1.0)
+    theirs = read(expected * 1.0)
+    assert torch.equal(own, theirs)
+    own.square().sum().backward()
+    theirs.square().sum().backward()
+    assert found.grad is not None
+    torch.testing.assert_close(found.grad, expected.grad, rtol=1e-14, atol=0)
+
+
+def test_places_past_the_end_are_refused() -> None:
+    states = torch.zeros(2, 3, requires_grad=True)
+    with slices_apart():
+        for place in range(3):
+            states[:, place]
+        with pytest.raises(IndexError):
+            states[:, 3]
+
+
+def test_what_was_walked_is_forgotten() -> None:
+    """A tensor lives no longer than without this: its parts until its end, and one that was read once not at all."""
+    read, walked_through = (torch.zeros(2, 3, requires_grad=True) * 1 for _ in range(2))
+    alive = [weakref.ref(read), weakref.ref(walked_through)]
+    with slices_apart():
+        read[:, 0]
+        for place in range(3):
+            walked_through[:, place]
+        del read, walked_through
+        gc.collect()
+        assert [each() for each in alive] == [None, None]
+
+
+def test_without_a_gradient_nothing_is_taken_apart() -> None:
+    states = torch.zeros(2, 3, requires_grad=True)
+    with slices_apart(), torch.no_grad():
+        states[:, 0]
+        part = states[:, 1]
+        part += 1  # which parts of `unbind` refuse where they have a gradient
+    assert states.detach()[:, 1].tolist() == [1.0, 1.0]
