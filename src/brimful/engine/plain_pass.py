@@ -134,7 +134,7 @@ class _Plain(nn.Module):
 
     def __init__(self, model: Any, precision: Precision, task: Task, denominator: float) -> None:
         super().__init__()
-        self.model, self._padded = model, PaddedModel(model, "eager")
+        self.model, self._padded = model, PaddedModel(model, "eager", plain=True)
         self._precision, self._task, self._denominator = precision, task, denominator
 
     def forward(self, inputs: Inputs, targets_R: Tensor, weights_R: Tensor | None) -> Tensor:

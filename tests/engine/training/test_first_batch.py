@@ -30,6 +30,7 @@ from brimful.models.packed.packed_forward import PackedModel, PaddedModel
 from brimful.step.step import Probed, Step
 from brimful.tasks.task import make_task
 from failing_allocator import FailingAllocator
+from heads.tiny_heads import tiny_model
 from plain import gradient, padded, plain_loss
 from runs import learned
 from tiny import FAMILIES, sequences
@@ -154,6 +155,14 @@ def test_both_passes_of_both_sides_have_full_products() -> None:
         torch.set_float32_matmul_precision("highest")
     assert len(seen) >= 4
     assert set(seen) == {"highest"}
+
+
+def test_the_plain_model_takes_its_slices_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a scan, which steps take apart at once: what steps are compared with is transformers' own."""
+    step = make_step(tiny_model("jamba"))
+    assert compare(step._built, SAMPLE).passed
+    monkeypatch.setattr(packed_forward, "slices_apart", lambda: pytest.fail("of the step"))
+    plain_pass.plain(step._built, SAMPLE, choose_precision("fp32", torch.device("cpu")))
 
 
 @pytest.mark.sampled

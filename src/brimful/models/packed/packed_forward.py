@@ -154,13 +154,14 @@ class PaddedModel(LayoutModel):
 
     decisions: of its code on the host, where passes are to be captured and these depend on numbers of the device, or
     numbers of the host are copied there, or buffers are replaced. Then logits of a captured pass are NaN where a
-    decision would be another one, and what replaces buffers is not written.
+    decision would be another one, and what replaces buffers is not written. plain: whether the model's code takes
+    slices of a tensor by itself, for others to be compared with.
     """
 
     packed = False
     decisions: HostDecisions | None = None
 
-    def __init__(self, model: Any, attention: str = "sdpa") -> None:
+    def __init__(self, model: Any, attention: str = "sdpa", *, plain: bool = False) -> None:
         self.model, self.attention = model, attention
         try:
             model.set_attn_implementation(attention)
@@ -172,7 +173,7 @@ class PaddedModel(LayoutModel):
         self._settings = _without_cache(model) | _named_outputs(model.config)
         self._layers = [layer for layers in layer_lists(model) for layer in layers]
         self._unsettled: tuple[list[Place], Tensor | None] | None = None
-        self._has_loops = has_loops(model)
+        self._has_loops = not plain and has_loops(model)
         self._reads_last_place = any(getattr(module, "summary_type", None) == "last" for module in model.modules())
 
     def __call__(self, inputs: Inputs, context: ForwardContext | None = None) -> ForwardOutputs:
