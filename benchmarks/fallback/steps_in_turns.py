@@ -7,8 +7,9 @@ Rows of 96 tokens, so that nothing is left to pack. A plain loop does what Train
 clipping, torch's fused AdamW. Ours keeps freed memory, as `brimful train` does; each process has a heap of its own, as
 users' runs have. One works while the other waits, and which goes first changes: sides that follow one another within
 seconds share what else the machine does, where `run.py`, a side at a time for a minute, finds differences of a tenth on
-the same code. CPU seconds of a step, medians; of the ratio of neighbours the median, its 95 % interval by order, and
-quarters. Makes the models and texts of `run.py --cpu --size small` where they are not there.
+the same code. CPU seconds of a step, medians; ratios of neighbours, their median, its 95 % interval by order, which is
+of these two processes and takes steps for independent, and quarters. Makes the models and texts of `run.py --cpu --size
+small` where they are not there.
 With --traffic: operators of one step, and the bytes of what they are given and return (not what happens inside them),
 which no other work disturbs.
 """
@@ -135,28 +136,35 @@ def measure(folder: Path, count: int, threads: int) -> dict[str, Any]:
     """CPU seconds of `count` steps a side, in turns."""
     context = multiprocessing.get_context("spawn")
     talks, seconds, how = dict[str, Connection](), dict[str, list[float]](), dict[str, str]()
+    processes = []
     for side in _SIDES:
         talks[side], other = context.Pipe()
-        context.Process(target=_steps_when_told, args=(side, folder, threads, other), daemon=True).start()
+        processes.append(context.Process(target=_steps_when_told, args=(side, folder, threads, other), daemon=True))
+        processes[-1].start()
+        other.close()  # so that the end of a process that fails is seen
         how[side] = talks[side].recv()
     for number in range(count):
         for side in sorted(_SIDES, reverse=number % 2 == 1):
             talks[side].send(True)
             seconds.setdefault(side, []).append(talks[side].recv())
-    for talk in talks.values():
+    for talk, process in zip(talks.values(), processes, strict=True):
         talk.send(False)
+        process.join()
     ratios = [theirs / own for own, theirs in zip(seconds["brimful"], seconds["plain"], strict=True)]
     medians = {side: round(statistics.median(each), 4) for side, each in seconds.items()}
     low, middle, high = (round(each, 3) for each in statistics.quantiles(ratios, n=4))
     about = {"ratio": middle, "interval": interval(ratios), "quarters": [low, high]}
-    return {"runs": how["brimful"], "cpu_s": medians, **about}
+    return {"runs": how["brimful"], "cpu_s": medians, **about, "ratios": [round(each, 3) for each in ratios]}
 
 
-def interval(values: Sequence[float]) -> list[float]:
-    """Return the 95 % interval of the median: the values whose ranks a fair coin leaves it between."""
-    ordered, reach = sorted(values), 0.98 * math.sqrt(len(values))
-    first, last = math.floor(len(values) / 2 - reach), math.ceil(len(values) / 2 + reach)
-    return [round(ordered[min(max(each, 0), len(values) - 1)], 3) for each in (first, last)]
+def interval(values: Sequence[float]) -> list[float] | None:
+    """Return the 95 % interval of the median, None of fewer than six values: the innermost two of which fewer values
+    than tosses of as many fair coins lie outside in at most 2.5 % of all cases on either side."""
+    ordered, count, outside, chance = sorted(values), len(values), 0, 0.5 ** len(values)
+    while chance <= 0.025:
+        outside += 1
+        chance += math.comb(count, outside) * 0.5**count
+    return [round(ordered[outside - 1], 3), round(ordered[count - outside], 3)] if outside else None
 
 
 def main() -> None:
