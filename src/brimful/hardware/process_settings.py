@@ -21,8 +21,8 @@ from brimful.core.process_lock import PROCESS_LOCK
 def matmul_precision(value: Literal["highest", "high"]) -> Iterator[None]:
     """Within, fp32 products are full ones, or of 10-bit mantissas on matrix units.
 
-    Torch has an old setting and a new one by backend, which follows that of all backends where it says nothing. All are
-    given back, whatever the block does: a Trainer that compiles sets the one of all backends.
+    Torch has an old setting and a new one by backend, which follows that of all backends where it says nothing. These
+    are given back, also where the block sets them: a Trainer that compiles sets the one of all backends.
     """
     with PROCESS_LOCK:
         cpu: Any = torch.backends.mkldnn

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._C import _len_torch_function_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brimful.kernels.layout import PaddedInputs
@@ -132,10 +133,51 @@ def test_what_was_walked_is_forgotten() -> None:
         assert [each() for each in alive] == [None, None]
 
 
-def test_without_a_gradient_nothing_is_taken_apart() -> None:
-    states = torch.zeros(2, 3, requires_grad=True)
-    with slices_apart(), torch.no_grad():
-        states[:, 0]
-        part = states[:, 1]
-        part += 1  # which parts of `unbind` refuse where they have a gradient
-    assert states.detach()[:, 1].tolist() == [1.0, 1.0]
+class _Parted(TorchDispatchMode):
+    """Counts tensors that are taken apart."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function._overloadpacket.__name__ == "unbind"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_what_has_no_gradient_is_not_taken_apart(requires_grad: bool) -> None:
+    states = torch.zeros(2, 3, requires_grad=requires_grad)
+    with _Parted() as parted, slices_apart():
+        walked(states, range(3))
+    assert parted.count == requires_grad
+
+
+@pytest.mark.parametrize("kind", ["jamba", "bert"])
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_passes_that_gain_nothing_have_no_mode(kind: str, has_gradient: bool) -> None:
+    """Each of torch's functions goes through it, in Python."""
+    model, seen = tiny_model(kind), list[int]()
+    model.base_model.register_forward_hook(lambda *_: seen.append(_len_torch_function_stack()))
+    with torch.set_grad_enabled(has_gradient):
+        PaddedModel(model)(rows(model))
+        PaddedModel(model, plain=True)(rows(model))
+    assert seen == [int(has_gradient and kind == "jamba"), 0]
+
+
+def test_what_is_written_into_the_whole_is_read() -> None:
+    """Also between two slices, after which torch takes them."""
+    found, expected = (torch.arange(6.0).reshape(2, 3).requires_grad_() for _ in range(2))
+    with slices_apart():
+        own = _written(found * 1.0)
+    theirs = _written(expected * 1.0)
+    assert torch.equal(own, theirs)
+    own.sum().backward()
+    theirs.sum().backward()
+    assert found.grad is not None
+    assert expected.grad is not None
+    assert torch.equal(found.grad, expected.grad)
+
+
+def _written(states: Tensor) -> Tensor:
+    first = states[:, 0] + states[:, 1]
+    states[:, 2] = 5.0
+    return first + states[:, 2] + states[:, 1]

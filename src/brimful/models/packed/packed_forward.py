@@ -189,7 +189,7 @@ class PaddedModel(LayoutModel):
             context = replace(context, outside=self.decisions.paused)
         if inputs.places_RL is not None:
             context = replace(context, places_X=inputs.places_RL.flatten())
-        loops = slices_apart() if self._has_loops else nullcontext()
+        loops = slices_apart() if self._has_loops and torch.is_grad_enabled() else nullcontext()
         with refusals(self.model.config.model_type, inputs), context.active(), many_compiled_forms(self._layers), loops:
             return ForwardOutputs(logits=self._logits(given))
 

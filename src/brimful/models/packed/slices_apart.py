@@ -2,9 +2,11 @@
 
 transformers' scan of Mamba's layers (Jamba, Zamba) reads `states[:, :, position]` in a loop where the package mamba_ssm
 is missing. Torch's gradient of a slice is as large as the whole tensor: on rows of 512 tokens 512 such tensors are
-filled with zeros and added up, for each of the three that are read so. Taken apart by `unbind` they have one gradient,
-put together once: the same numbers, since all but one of those that are added are zeros. A layer that is recomputed in
-the backward pass takes its slices one by one.
+filled with zeros and added up, for each of the three that are read so. Taken apart by `unbind`, all but the first have
+one gradient, put together once. The numbers are the same where each place is read once: all others that were added are
+zeros. A layer that brimful recomputes in the backward pass takes its slices one by one there.
+
+Parts of `unbind` cannot be changed in place, which the scan does not: torch would refuse it.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -25,7 +27,9 @@ _LOOPS = ("mamba_selective_scan",)
 
 
 def has_loops(model: nn.Module) -> bool:
-    """Return whether a module of the model is of a file with such a loop."""
+    """Return whether a module of the model is of a file with such a loop, and no kernel is installed for it."""
+    if find_spec("mamba_ssm") is not None:
+        return False
     files = {sys.modules.get(type(module).__module__) for module in model.modules()}
     return any(hasattr(file, name) for file in files for name in _LOOPS)
 
@@ -39,9 +43,10 @@ def slices_apart() -> Iterator[None]:
 
 @dataclass
 class _Walk:
-    """A tensor that was sliced at place 0, and what it was taken apart into."""
+    """A tensor that was sliced at place 0, its in-place version then, and what it was taken apart into."""
 
     tensor: weakref.ref[Tensor]
+    version: int
     parts: tuple[Tensor, ...] | None = None
 
 
@@ -54,7 +59,7 @@ class _Apart(TorchFunctionMode):
         self._walks: dict[tuple[int, int], _Walk] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is Tensor.__getitem__ and torch.is_grad_enabled() and args[0].requires_grad:
+        if function is Tensor.__getitem__ and args[0].requires_grad:
             dim_and_place = _one_number(args[1], args[0].ndim)
             part = None if dim_and_place is None else self._part(args[0], *dim_and_place)
             if part is not None:
@@ -65,10 +70,12 @@ class _Apart(TorchFunctionMode):
         """The slice; None where torch takes it."""
         key = (id(tensor), dim)
         if place == 0:
-            self._walks[key] = _Walk(weakref.ref(tensor))
+            self._walks[key] = _Walk(weakref.ref(tensor), tensor._version)
             return None
         walk = self._walks.get(key)
         if walk is None or walk.tensor() is not tensor or not 0 < place < tensor.shape[dim]:
+            return None
+        if walk.version != tensor._version:  # parts do not follow what is written into the whole
             return None
         if walk.parts is None:
             if place != 1:
