@@ -3,13 +3,13 @@
     python benchmarks/fallback/steps_in_turns.py gemma2 modernbert --inputs FOLDER > LOG
     python benchmarks/fallback/steps_in_turns.py gemma2 modernbert --inputs FOLDER --traffic > LOG
 
-Rows of 96 tokens, so that nothing is left to pack. A plain loop does what Trainer does and no more: forward, backward,
-clipping, torch's fused AdamW. Ours keeps freed memory, as `brimful train` does; each process has a heap of its own, as
-users' runs have. One works while the other waits, and which goes first changes: sides that follow one another within
-seconds share what else the machine does, where `run.py`, a side at a time for a minute, finds differences of a tenth on
-the same code. CPU seconds of a step, medians; ratios of neighbours, their median, its 95 % interval by order, which is
-of these two processes and takes steps for independent, and quarters. Makes the models and texts of `run.py --cpu --size
-small` where they are not there.
+Rows of 96 tokens, so that nothing is left to pack, or with `--shape short` of 8 to 32. A plain loop does what Trainer
+does and no more: forward, backward, clipping, torch's fused AdamW. Ours keeps freed memory, as `brimful train` does;
+each process has a heap of its own, as users' runs have. One works while the other waits, and which goes first changes:
+sides that follow one another within seconds share what else the machine does, where `run.py`, a side at a time for a
+minute, finds differences of a tenth on the same code. CPU seconds of a step, medians; ratios of neighbours, their
+median, its 95 % interval by order, which is of these two processes and takes steps for independent, and quarters. Makes
+the models and texts of `run.py --cpu --size small` where they are not there.
 With --traffic: operators of one step, and the bytes of what they are given and return (not what happens inside them),
 which no other work disturbs.
 """
@@ -47,10 +47,10 @@ _ROWS, _TOKENS, _WARM_UP = 32, 96, 2
 _OF_NO_NUMBERS = {"empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "detach"}
 
 
-def encoded(folder: Path) -> list[dict[str, Any]]:
+def encoded(folder: Path, shape: str) -> list[dict[str, Any]]:
     """One effective batch of the texts beside the model."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    lines = (folder.parent / "dense-small.jsonl").read_text("utf-8").splitlines()[:_ROWS]
+    lines = (folder.parent / f"{shape}-small.jsonl").read_text("utf-8").splitlines()[:_ROWS]
     rows = [dict(tokenizer(json.loads(line)["text"], truncation=True, max_length=_TOKENS)) for line in lines]
     return [row | {"labels": number % 2} for number, row in enumerate(rows)]
 
@@ -75,9 +75,17 @@ def plain(folder: Path, rows: list[dict[str, Any]]) -> tuple[Callable[[], None],
     """Return a step of a plain loop, and how it runs."""
     model = load(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True)
+    longest = -(-max(len(row["input_ids"]) for row in rows) // 8) * 8  # as Trainer pads in these benchmarks
+
+    def padded(key: str, filling: int) -> torch.Tensor:
+        return torch.tensor([row[key] + [filling] * (longest - len(row[key])) for row in rows])
 
     def run() -> None:
-        batch = {key: torch.tensor([row[key] for row in rows]) for key in ("input_ids", "attention_mask", "labels")}
+        batch = {"input_ids": padded("input_ids", model.config.pad_token_id or 0)}
+        batch |= {
+            "attention_mask": padded("attention_mask", 0),
+            "labels": torch.tensor([row["labels"] for row in rows]),
+        }
         model(**batch).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -103,9 +111,9 @@ class _Traffic(TorchDispatchMode):
         return out
 
 
-def traffic(folder: Path) -> dict[str, Any]:
+def traffic(folder: Path, shape: str) -> dict[str, Any]:
     """Operators and megabytes of a step, of each side."""
-    rows, found = encoded(folder), dict[str, Any]()
+    rows, found = encoded(folder, shape), dict[str, Any]()
     for name, begin in _SIDES.items():
         run, how = begin(folder, rows)
         for _ in range(_WARM_UP):
@@ -116,13 +124,13 @@ def traffic(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _steps_when_told(side: str, folder: Path, threads: int, told: Connection) -> None:
+def _steps_when_told(side: str, folder: Path, shape: str, threads: int, told: Connection) -> None:
     """One side's process: a step for each True that comes, whose CPU seconds go back; how it runs goes first."""
     torch.set_num_threads(threads)
     with ExitStack() as stack:
         if side == "brimful":
             stack.enter_context(freed_memory_kept(torch.device("cpu")))
-        run, how = _SIDES[side](folder, encoded(folder))
+        run, how = _SIDES[side](folder, encoded(folder, shape))
         for _ in range(_WARM_UP):
             run()
         told.send(how)
@@ -132,14 +140,16 @@ def _steps_when_told(side: str, folder: Path, threads: int, told: Connection) ->
             told.send(time.process_time() - began)
 
 
-def measure(folder: Path, count: int, threads: int) -> dict[str, Any]:
+def measure(folder: Path, shape: str, count: int, threads: int) -> dict[str, Any]:
     """CPU seconds of `count` steps a side, in turns."""
     context = multiprocessing.get_context("spawn")
     talks, seconds, how = dict[str, Connection](), dict[str, list[float]](), dict[str, str]()
     processes = []
     for side in _SIDES:
         talks[side], other = context.Pipe()
-        processes.append(context.Process(target=_steps_when_told, args=(side, folder, threads, other), daemon=True))
+        processes.append(
+            context.Process(target=_steps_when_told, args=(side, folder, shape, threads, other), daemon=True)
+        )
         processes[-1].start()
         other.close()  # so that the end of a process that fails is seen
         how[side] = talks[side].recv()
@@ -172,6 +182,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+", help="model types")
     parser.add_argument("--inputs", type=Path, required=True, help="folder of models and texts of run.py")
     parser.add_argument("--tokenizer", help="folder of the texts' tokenizer; default: that of the demo's model")
+    parser.add_argument("--shape", choices=("dense", "short"), default="dense", help="of the texts; default: dense")
     parser.add_argument("--steps", type=int, default=100, help="of each side")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--traffic", action="store_true", help="count operators and bytes of one step instead")
@@ -179,12 +190,15 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     about = {"commit": commit_here(), "host": host_here()}
     for kind in arguments.models:
-        work = Work(model=kind, shape="dense", scale="small")
+        work = Work(model=kind, shape=arguments.shape, scale="small")
         make_inputs(arguments.inputs, work, load_tokenizer(arguments.tokenizer, smoke=False))
         folder = arguments.inputs / work.size
         steps = {} if arguments.traffic else {"steps": arguments.steps, "threads": arguments.threads}
-        found = traffic(folder) if arguments.traffic else measure(folder, arguments.steps, arguments.threads)
-        print(json.dumps({"model": kind, **steps, **found, **about}), flush=True)
+        if arguments.traffic:
+            found = traffic(folder, work.shape)
+        else:
+            found = measure(folder, work.shape, arguments.steps, arguments.threads)
+        print(json.dumps({"model": kind, "shape": work.shape, **steps, **found, **about}), flush=True)
 
 
 if __name__ == "__main__":
