@@ -33,6 +33,7 @@ from brimful.models.packed.family_forms import FamilyForm, decoder_ids_T, has_fo
 from brimful.models.packed.given_states import GivenStates, means_SX
 from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.layer_calls import many_compiled_forms, place_calls
+from brimful.models.packed.narrow_windows import NarrowWindows
 from brimful.models.packed.refusals import refusals
 from brimful.models.packed.replaced_buffers import Place, places_of, write_back
 from brimful.models.packed.slices_apart import has_loops, slices_apart
@@ -154,8 +155,8 @@ class PaddedModel(LayoutModel):
 
     decisions: of its code on the host, where passes are to be captured and these depend on numbers of the device, or
     numbers of the host are copied there, or buffers are replaced. Then logits of a captured pass are NaN where a
-    decision would be another one, and what replaces buffers is not written. plain: whether the model's code takes
-    slices of a tensor by itself, for others to be compared with.
+    decision would be another one, and what replaces buffers is not written. plain: whether the model's code runs as it
+    is, for others to be compared with: its windows, and slices of a tensor.
     """
 
     packed = False
@@ -174,6 +175,7 @@ class PaddedModel(LayoutModel):
         self._layers = [layer for layers in layer_lists(model) for layer in layers]
         self._unsettled: tuple[list[Place], Tensor | None] | None = None
         self._has_loops = not plain and has_loops(model)
+        self._windows = None if plain else NarrowWindows(model)
         self._reads_last_place = any(getattr(module, "summary_type", None) == "last" for module in model.modules())
 
     def __call__(self, inputs: Inputs, context: ForwardContext | None = None) -> ForwardOutputs:
@@ -190,7 +192,9 @@ class PaddedModel(LayoutModel):
         if inputs.places_RL is not None:
             context = replace(context, places_X=inputs.places_RL.flatten())
         loops = slices_apart() if self._has_loops and torch.is_grad_enabled() else nullcontext()
-        with refusals(self.model.config.model_type, inputs), context.active(), many_compiled_forms(self._layers), loops:
+        windows = nullcontext() if self._windows is None else self._windows.for_rows(inputs.ids_RL.shape[1])
+        looks = refusals(self.model.config.model_type, inputs)
+        with looks, context.active(), many_compiled_forms(self._layers), loops, windows:
             return ForwardOutputs(logits=self._logits(given))
 
     def _logits(self, given: dict[str, Any]) -> Tensor:
