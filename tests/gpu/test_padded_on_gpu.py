@@ -37,7 +37,7 @@ BERT_LIKE = TINY | {
 CONFIGS: dict[str, Callable[[], Any]] = {
     "big_bird": partial(transformers.BigBirdConfig, **BERT_LIKE, classifier_dropout=0.0),
     "longformer": partial(
-        transformers.LongformerConfig, **BERT_LIKE, attention_window=32, max_position_embeddings=200
+        transformers.LongformerConfig, **BERT_LIKE, attention_window=64, max_position_embeddings=200
     ),
     "t5": partial(
         transformers.T5Config, **TINY, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, dropout_rate=0.0,
