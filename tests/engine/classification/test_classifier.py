@@ -30,6 +30,7 @@ from brimful.levers.execution import ExecutionMode
 from brimful.levers.precision import choose_precision
 from brimful.models import onednn_prepack
 from brimful.models.packed import packed_forward
+from brimful.models.packed.packed_forward import PaddedModel
 from brimful.step.forward import LayoutForward
 from failing_allocator import FailingAllocator
 from heads.tiny_heads import save_head
@@ -636,3 +637,19 @@ def test_what_takes_long_is_said_before(tmp_path: Path, monkeypatch: pytest.Monk
     with package.Classifier(tmp_path / "model", device="cpu", callbacks=callbacks) as classifier:
         assert len(classifier(TEXTS[:2])) == 2
     assert [each for each in said if "compiling layers: 25 s or more" in each]
+
+
+def test_answers_are_compared_with_a_model_of_its_own_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longformer's are narrow on short rows, but for the plain model that the first answers are held to."""
+    save_head(tmp_path / "model", "longformer")
+    narrowed, was = list[bool](), PaddedModel.__call__
+
+    def call(self: PaddedModel, *given: Any) -> Any:
+        narrowed.append(not self.plain)
+        return was(self, *given)
+
+    monkeypatch.setattr(PaddedModel, "__call__", call)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:4]), "utf-8")
+    package.classify(tmp_path / "model", rows, output=tmp_path / "out.jsonl", device="cpu")
+    assert set(narrowed) == {True, False}

@@ -31,7 +31,7 @@ from brimful.levers.token_budget import most_rows
 from brimful.models.hub.inspection import ModelFacts, inspect_model, load_tokenizer
 from brimful.models.hub.load import load_model
 from brimful.models.model_stats import Attention, attention_of, matmul_parameters
-from brimful.models.packed.packed_forward import padding_id_of
+from brimful.models.packed.packed_forward import PaddedModel, padding_id_of
 from brimful.models.packed.streamed_layers import end_streaming
 from brimful.step.forward import Forward, LayoutForward, chunks
 from brimful.step.graphs.cache import GraphPool
@@ -134,13 +134,13 @@ def _loaded(checked: Checked, options: ClassifyOptions) -> Any:
 def make_runner(
     checked: Checked, options: ClassifyOptions, precision: Precision, *, sample: Tokens, num_tokens: int,
     callbacks: Callbacks, hear: Callable[[OutOfMemory], None] | None = None, model: Any = None,
-    packing_refused: bool = False,
+    packing_refused: bool = False, plain: bool = False,
 ) -> Runner:  # fmt: skip
     """Load the weights of a checked model, unless it is in memory as `model`, and put together how they run.
 
     sample: the first texts of the input, by which kernels and shapes are chosen. num_tokens: of the whole input, about.
     hear: called with each time that memory runs out; without it, they are said by `callbacks`.
-    packing_refused: as of `Assembly`.
+    packing_refused: as of `Assembly`. plain: as of `PaddedModel`, for padded rows.
     Raises: ModelError for weights that do not fit the model, OptionError for --execution where it does not work.
     """
     lengths_N = sample.lengths[sample.lengths > 0]
@@ -160,6 +160,8 @@ def make_runner(
     )
     with whole_model_fits(precision.device, lambda: _more_room(options, precision, "")):
         recipe = assembly.recipe(LEVERS, device_name(precision.device))
+    if isinstance(assembly.execution, PaddedModel):
+        assembly.execution.plain = plain
     forward = _forward(assembly)
     forward.remedy = lambda: _more_room(options, precision, "lower --max-length, or ")
     forward.hear = hear or OutOfMemoryLog(warn=callbacks.warning)

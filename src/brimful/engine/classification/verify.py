@@ -172,6 +172,7 @@ def _plain_runner(
         num_tokens=0,
         callbacks=Callbacks(),  # what options lead to is said of the pass
         hear=hear or OutOfMemoryLog(warn=callbacks.warning),
+        plain=True,
     )
     plain.forward.where = "check"
     plain.model.set_attn_implementation("eager")

@@ -163,7 +163,7 @@ class PaddedModel(LayoutModel):
     decisions: HostDecisions | None = None
 
     def __init__(self, model: Any, attention: str = "sdpa", *, plain: bool = False) -> None:
-        self.model, self.attention = model, attention
+        self.model, self.attention, self.plain = model, attention, plain
         try:
             model.set_attn_implementation(attention)
         except (ValueError, ImportError):  # families without it: they say so, and have another
@@ -174,8 +174,7 @@ class PaddedModel(LayoutModel):
         self._settings = _without_cache(model) | _named_outputs(model.config)
         self._layers = [layer for layers in layer_lists(model) for layer in layers]
         self._unsettled: tuple[list[Place], Tensor | None] | None = None
-        self._has_loops = not plain and has_loops(model)
-        self._windows = None if plain else NarrowWindows(model)
+        self._has_loops, self._windows = has_loops(model), NarrowWindows(model)
         self._reads_last_place = any(getattr(module, "summary_type", None) == "last" for module in model.modules())
 
     def __call__(self, inputs: Inputs, context: ForwardContext | None = None) -> ForwardOutputs:
@@ -191,8 +190,9 @@ class PaddedModel(LayoutModel):
             context = replace(context, outside=self.decisions.paused)
         if inputs.places_RL is not None:
             context = replace(context, places_X=inputs.places_RL.flatten())
-        loops = slices_apart() if self._has_loops and torch.is_grad_enabled() else nullcontext()
-        windows = nullcontext() if self._windows is None else self._windows.for_rows(inputs.ids_RL.shape[1])
+        apart = self._has_loops and not self.plain and torch.is_grad_enabled()
+        loops = slices_apart() if apart else nullcontext()
+        windows = nullcontext() if self.plain else self._windows.for_rows(inputs.ids_RL.shape[1])
         looks = refusals(self.model.config.model_type, inputs)
         with looks, context.active(), many_compiled_forms(self._layers), loops, windows:
             return ForwardOutputs(logits=self._logits(given))
