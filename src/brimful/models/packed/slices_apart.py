@@ -75,7 +75,7 @@ class _Apart(TorchFunctionMode):
         walk = self._walks.get(key)
         if walk is None or walk.tensor() is not tensor or not 0 < place < tensor.shape[dim]:
             return None
-        if walk.version != tensor._version:  # parts do not follow what is written into the whole
+        if walk.version != tensor._version:  # torch refuses parts whose whole was written into since
             return None
         if walk.parts is None:
             if place != 1:
