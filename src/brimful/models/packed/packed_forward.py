@@ -156,13 +156,14 @@ class PaddedModel(LayoutModel):
     decisions: of its code on the host, where passes are to be captured and these depend on numbers of the device, or
     numbers of the host are copied there, or buffers are replaced. Then logits of a captured pass are NaN where a
     decision would be another one, and what replaces buffers is not written. plain: whether the model's code runs as it
-    is, for others to be compared with: its windows, and slices of a tensor.
+    is, for others to be compared with: its windows, and slices of a tensor. traced: whether slices alone stay as they
+    are, as their mode would end with those of `HostDecisions.paused` where these began before it.
     """
 
     packed = False
     decisions: HostDecisions | None = None
 
-    def __init__(self, model: Any, attention: str = "sdpa", *, plain: bool = False) -> None:
+    def __init__(self, model: Any, attention: str = "sdpa", *, plain: bool = False, traced: bool = False) -> None:
         self.model, self.attention, self.plain = model, attention, plain
         try:
             model.set_attn_implementation(attention)
@@ -174,7 +175,7 @@ class PaddedModel(LayoutModel):
         self._settings = _without_cache(model) | _named_outputs(model.config)
         self._layers = [layer for layers in layer_lists(model) for layer in layers]
         self._unsettled: tuple[list[Place], Tensor | None] | None = None
-        self._has_loops, self._windows = has_loops(model), NarrowWindows(model)
+        self._apart, self._windows = has_loops(model) and not traced, NarrowWindows(model)
         self._reads_last_place = any(getattr(module, "summary_type", None) == "last" for module in model.modules())
 
     def __call__(self, inputs: Inputs, context: ForwardContext | None = None) -> ForwardOutputs:
@@ -190,7 +191,7 @@ class PaddedModel(LayoutModel):
             context = replace(context, outside=self.decisions.paused)
         if inputs.places_RL is not None:
             context = replace(context, places_X=inputs.places_RL.flatten())
-        apart = self._has_loops and not self.plain and torch.is_grad_enabled()
+        apart = self._apart and not self.plain and torch.is_grad_enabled()
         loops = slices_apart() if apart else nullcontext()
         windows = nullcontext() if self.plain else self._windows.for_rows(inputs.ids_RL.shape[1])
         looks = refusals(self.model.config.model_type, inputs)
