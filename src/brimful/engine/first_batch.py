@@ -33,6 +33,7 @@ from brimful.engine.prepare import Prepared
 from brimful.hardware.memory import is_out_of_memory, release_unused
 from brimful.hardware.ranks import ALONE, Ranks
 from brimful.levers.precision import choose_precision, supports
+from brimful.models.packed.narrow_windows import NarrowWindows
 from brimful.models.packed.refusals import raise_without_half
 from brimful.step.precision import Precision
 from brimful.step.step import Probed
@@ -153,7 +154,7 @@ def compare(made: Assembled, rows: Rows) -> FirstBatch:
     Where memory runs out, by the plain model or by the step, half of the rows are compared. Raises: HalfPrecisionError.
     """
     began, device = time.perf_counter(), made.step.device
-    rows = rows.some(device.type)
+    rows = rows.some(device.type, NarrowWindows(made.model).plain_length)
     if made.step.update.gathers_weights:
         why = "weights are in parts of several processes; packing was checked on a copy of one layer of each kind"
         if made.recipe.value("tensor_parallel") is not None:

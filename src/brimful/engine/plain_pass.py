@@ -12,7 +12,7 @@ Layers whose weights are streamed are here, too: each comes for its turn, and th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +41,8 @@ from brimful.tasks.task import Task
 #: Most tokens that are compared, by device, and most of one row: eager scores grow with the square of a row.
 _MOST_TOKENS = {"cuda": 16384, "cpu": 512}
 _LONGEST = {"cuda": 1024, "cpu": 512}
+#: Fewest rows that are compared, however many tokens the plain model pads each to, where the step takes more.
+_FEWEST_ROWS = 4
 #: Most tokens of a batch of the plain model, padding counted, by the same reason.
 _PLAIN_TOKENS = 4096
 #: Fewest bytes of all gradients that may stay on the device, where times as many are free: those of 1.2 billion
@@ -57,11 +59,18 @@ class Rows:
     targets_N: np.ndarray
     weights_N: np.ndarray | None = None
 
-    def some(self, device_type: str) -> Rows:
-        """As many of the first as are compared, cut where they are too long; at least one."""
-        longest = _LONGEST[device_type]
-        ends = np.cumsum([min(len(each), longest) for each in self.ids])
-        count = max(1, int(np.searchsorted(ends, _MOST_TOKENS[device_type], side="right")))
+    def some(self, device_type: str, plain_length: Callable[[int], int]) -> Rows:
+        """As many of the first as are compared, cut where they are too long; at least one.
+
+        plain_length: tokens that the plain model computes of a row of so many.
+        """
+        longest, most = _LONGEST[device_type], _MOST_TOKENS[device_type]
+        lengths = [min(len(each), longest) for each in self.ids]
+        of_step, of_plain = (
+            int(np.searchsorted(np.cumsum(each), most, side="right"))
+            for each in (lengths, [plain_length(length) for length in lengths])
+        )
+        count = max(1, min(of_step, max(of_plain, _FEWEST_ROWS)))
         return replace(
             self.first(count),
             ids=[each[:longest] for each in self.ids[:count]],

@@ -26,6 +26,7 @@ from brimful.levers.precision import choose_precision
 from brimful.models.model_stats import layers_of
 from brimful.models.packed import packed_forward
 from brimful.models.packed.equivalence import check_equivalence
+from brimful.models.packed.narrow_windows import NarrowWindows
 from brimful.models.packed.packed_forward import PackedModel, PaddedModel
 from brimful.step.step import Probed, Step
 from brimful.tasks.task import make_task
@@ -50,6 +51,21 @@ def make_step(model: Any, **options: Any) -> brimful.Step:
         "lr_scheduler_type": "constant",
     }
     return brimful.Step(model, num_steps=4, device="cpu", **{"precision": "fp32"} | given | options)
+
+
+@pytest.mark.parametrize(("kind", "lengths", "count"), [
+    ("bert", [9] * 60, 56), ("bert", [600, 9], 1), ("longformer", [9] * 60, 4), ("longformer", [200] * 5, 2),
+])  # fmt: skip
+def test_fewer_rows_are_compared_where_the_plain_model_pads_each_to_its_window(
+    kind: str, lengths: list[int], count: int
+) -> None:
+    """Of 512 tokens here. Where the step takes as many, four rows are not more than it can."""
+    model = tiny_model(kind)
+    for module in model.modules():
+        if hasattr(module, "one_sided_attn_window_size"):
+            module.one_sided_attn_window_size = 256
+    rows = Rows(ids=sequences(lengths), types=None, targets_N=np.zeros(len(lengths)))
+    assert len(rows.some("cpu", NarrowWindows(model).plain_length).ids) == count
 
 
 def test_a_model_that_mixes_rows_in_training_is_padded_and_whole() -> None:

@@ -30,6 +30,11 @@ class NarrowWindows:
         self._configs = [config for config in configs.values() if modules and hasattr(config, _WINDOW)]
         self._narrowest = min((getattr(each, _HALF) for each in modules), default=0)
 
+    def plain_length(self, length: int) -> int:
+        """Tokens that the model itself computes of a row of so many, by its own windows."""
+        window = 2 * max((getattr(each, _HALF) for each in self._modules), default=0)
+        return -(-length // window) * window if window else length
+
     @contextmanager
     def for_rows(self, length: int) -> Iterator[None]:
         """Within, a pass over rows of so many tokens has windows that cover them and no more, where its own do."""
