@@ -23,7 +23,7 @@ from reports.test_run_page import record, write_run
 
 NUMBER, MOST = 1000, 1_500_000
 #: Names as long as a sentence, of what HTML writes in five bytes and JSON in six, and of letters of four bytes each.
-NAMES = {"sentence": "a name as long as a sentence " * 3, "markup": "&<" * 1000, "letters": "\N{GRINNING FACE}" * 2000}
+NAMES = {"sentence": "a name as long as a sentence " * 3, "markup": "&<" * 400, "letters": "\N{GRINNING FACE}" * 600}
 
 
 @pytest.fixture(scope="module", params=NAMES)
