@@ -222,6 +222,7 @@ def test_a_process_has_its_folder_where_the_next_call_looks(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("device", ["CPU", "a GPU"])
 def test_another_number_of_threads_is_refused(tmp_path: Path, plans: Plans, device: str) -> None:
     """On a CPU, but for a record that is older than the number."""
@@ -549,6 +550,7 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)  # the second one lets it write
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("stop", "code", "said", "by"),
     [(raise_ctrl_c, 130, "error: interrupted", "Ctrl-C"), (terminate, 143, "error: stopped by SIGTERM", "SIGTERM")],

@@ -249,6 +249,7 @@ def test_columns_of_numbers_go_to_the_outputs_of_their_names(tmp_path: Path) -> 
         assert by_output("cost", "Price") == plain
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "more"), [("out.csv", ()), ("out.jsonl", ("--logits",)), ("shards", ("--logits",))])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_answers_that_were_given_before(

@@ -177,6 +177,7 @@ def test_where_texts_are_cut(both: Make, recwarn: pytest.WarningsRecorder) -> No
 LABELS = ["good", "bad", "a story"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["nli", "nli first"])
 def test_zero_shot(both: Make, name: str) -> None:
     ours, theirs = both(name, "zero-shot-classification")

@@ -57,6 +57,7 @@ def test_a_transform_is_tried_before_a_folder_is_made(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("more", [(), ("--resume",)])
 def test_a_transform_that_fails_later_leaves_the_folder_free(
     brimful: Brimful, files: Files, tmp_path: Path, more: tuple[str, ...]

@@ -66,6 +66,7 @@ def refused(message: str, use: Callable[[], Any]) -> None:
     assert found.value.hint
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_a_model_that_is_wrapped_already(kind: str, tmp_path: Path) -> None:
     model = FAMILIES["bert"].model()

@@ -183,6 +183,7 @@ def test_copies_and_files(tmp_path: Path) -> None:
     assert torch.equal(torch.load(file, weights_only=False)(**batch).logits, expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("first", ["packed", "peft"])
 def test_adapters(first: str) -> None:
     from peft import LoraConfig, get_peft_model

@@ -103,6 +103,7 @@ def test_an_optimizer_and_a_schedule_of_ones_own(name: str) -> None:
     assert step.first_batch.passed
 
 
+@pytest.mark.thorough
 def test_weights_that_are_released_and_frozen_midway() -> None:
     """They learn what they do in a plain loop, and the optimizer goes on with the states that it had."""
     plain = FAMILIES["bert"].model().train()
@@ -214,6 +215,7 @@ def test_an_optimizer_by_name() -> None:
         brimful.Step(model, "sgd", **SETTINGS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("given", [[0.5, 2.0, 1.0], torch.tensor([0.5, 2.0, 1.0]), {"LABEL_0": 0.5, "LABEL_1": 2.0}])
 def test_weights_of_labels(given: Any) -> None:
     """The loss and the gradient are those of torch's weighted cross entropy of the whole update."""

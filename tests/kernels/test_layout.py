@@ -210,6 +210,7 @@ def test_map_reaches_every_tensor() -> None:
     assert bare.segments.place_T is None
 
 
+@pytest.mark.thorough
 def test_a_row_on_the_host_wakes_no_threads() -> None:
     """torch would start one a core, which spin from one batch of a loop to the next."""
     code = """

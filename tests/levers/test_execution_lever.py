@@ -146,6 +146,7 @@ def test_parts_of_padded_layers_are_ours_where_that_pays(share: float, are_ours:
     assert all((layer._compiled_call_impl is not None) == are_ours for layer in model.bert.encoder.layer)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "share", "value"), [("bert", 0.9, "captured"), ("bert", 1.1, "compiled"), ("funnel", 1e6, "captured")]
 )

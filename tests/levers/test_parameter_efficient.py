@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -206,10 +204,9 @@ def test_a_merged_model_is_told(folder: Path) -> None:
 
 
 def test_the_command_line_takes_an_adapter(folder: Path) -> None:
-    command = [sys.executable, "-m", "brimful", "classify", str(folder / "run" / "model"), str(folder / "rows.jsonl")]
-    done = subprocess.run([*command, "--limit", "3"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert [json.loads(line)["label"] in ("low", "middle", "high") for line in done.stdout.splitlines()] == [True] * 3
+    done = call("classify", folder / "run" / "model", folder / "rows.jsonl", "--limit", 3)
+    assert done.code == 0, done.err
+    assert [json.loads(line)["label"] in ("low", "middle", "high") for line in done.out.splitlines()] == [True] * 3
 
 
 def test_the_model_of_an_adapter_is_trained_further(folder: Path, tmp_path: Path) -> None:

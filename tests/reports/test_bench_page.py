@@ -176,6 +176,7 @@ def _on_cpu(bench: Bench, num_threads: int | None, *rows: BenchRow) -> Bench:
     return replace(bench, workload=work, rows=rows or bench.rows)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("num_threads", "said"), [(1, "1 thread of 2 cores"), (4, "4 threads of 2 cores"), (None, "2 cores")]
 )
@@ -206,6 +207,7 @@ def test_memory_that_is_unknown_is_no_zero() -> None:
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("model", "title"),
     [

@@ -113,7 +113,7 @@ def trained(ranks: Ranks, case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [4, 2])
 def test_processes_with_weights_together_learn_what_one_does(count: int, tmp_path: Path) -> None:
     """Of a group of two, and of two groups that share the rows; with weights of classes and of rows."""
     cases = CASES if count == 2 else [case for case in CASES if case.tokens and case.packed]

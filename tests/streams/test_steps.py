@@ -88,6 +88,7 @@ def test_offloaded_activations(gpu: PretendGpu) -> None:
     course(step_of(model))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("in_backward", [False, True], ids=["after", "in backward"])
 @pytest.mark.parametrize("on_host", [False, True], ids=["here", "on host"])
 def test_buckets(gpu: PretendGpu, on_host: bool, in_backward: bool) -> None:

@@ -198,6 +198,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_their_parent(tmp_path: Path, end: signal.Signals) -> None:
     """SIGKILL: by themselves. Ctrl-C reaches all, and they leave it to the parent. Neither says a word."""

@@ -141,6 +141,7 @@ def test_a_damaged_file_is_named_and_done_once_it_is_mended(home: Path, tmp_path
     assert results(output)["files"] == results(home / "alone" / "results")["files"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_file_that_is_broken_from_its_start_on(number: int, home: Path, tmp_path: Path, start: Start) -> None:
     """The first file, which would be looked at before the others, and another one."""
@@ -170,6 +171,7 @@ PLANS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("event", ["after a part of a file was committed", "before its result is moved"])
 def test_a_killed_process(event: str, home: Path, tmp_path: Path, start: Start) -> None:
     output = tmp_path / "results"

@@ -178,6 +178,7 @@ def test_what_several_processes_cannot_share(home: Path, tmp_path: Path) -> None
     assert given[0][1] == "2 processes share the rows, and no output is named"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("other", "codes", "said"),
     [

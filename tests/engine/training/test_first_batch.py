@@ -454,6 +454,7 @@ def test_the_plain_model_keeps_inputs_of_layers_alone_and_is_left_as_it_was() ->
 # --- memory that runs out ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"packing": "off", "precision": "bf16"}], ids=["packed", "padded in bf16"])
 def test_wherever_memory_runs_out_fewer_rows_are_compared_and_nothing_is_changed(options: dict[str, Any]) -> None:
     """In the plain model, in what it loses, in the step and in the judgement: twenty points."""

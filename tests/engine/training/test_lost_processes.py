@@ -216,6 +216,7 @@ def test_memory_that_runs_out_in_one_process(files: Path, tmp_path: Path) -> Non
     assert checkpoints(tmp_path / "three")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failure_in_an_evaluation(rank: int, files: Path, tmp_path: Path) -> None:
     def broken() -> None:
@@ -229,6 +230,7 @@ def test_a_failure_in_an_evaluation(rank: int, files: Path, tmp_path: Path) -> N
     assert "a bug" in both.said(0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_one_that_follows(sent: signal.Signals, files: Path, tmp_path: Path) -> None:
     """The leader hears of it, saves, and ends all."""
@@ -239,6 +241,7 @@ def test_a_signal_to_one_that_follows(sent: signal.Signals, files: Path, tmp_pat
     assert checkpoints(tmp_path / "run")[-1] == steps(tmp_path / "run")[-1]["step"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_all(sent: signal.Signals, code: int, files: Path, tmp_path: Path) -> None:
     """Ctrl-C in a terminal, and torchrun's SIGTERM, go to every process."""

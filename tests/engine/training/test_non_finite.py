@@ -114,6 +114,7 @@ def test_an_infinite_loss_and_an_infinite_gradient(model: Path, tmp_path: Path) 
     assert heard.said[1].endswith("and 3 more")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_five_in_a_row_end_the_run(precision: str, model: Path, runner: Runner, tmp_path: Path) -> None:
     samples = order(80)

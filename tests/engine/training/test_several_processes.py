@@ -262,6 +262,7 @@ def test_a_profile_of_two_says_what_sums_take(files: Path, tmp_path: Path) -> No
     assert both.said(1).strip() == ""
 
 
+@pytest.mark.thorough
 def test_a_profile_says_where_sums_are_not_seen(files: Path, tmp_path: Path) -> None:
     """torch begins those of weights in parts."""
     words = ["profile", str(files / "rows.jsonl"), "--model", str(files / "model"), "--device", "cpu", "--steps", "1"]

@@ -183,6 +183,7 @@ def test_a_listener_hears_the_run(model: Path, rows: Path, tmp_path: Path) -> No
     assert (heard.steps, heard.evaluated_after) == ([1, 4, 8, 10], [7, 10])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ends", [{"max_steps": 5}, {"max_steps": None, "num_train_epochs": 1.0}])
 def test_a_short_run_has_its_first_and_its_last_step_in_the_log(
     ends: dict[str, Any], model: Path, rows: Path, tmp_path: Path

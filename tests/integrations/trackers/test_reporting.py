@@ -97,6 +97,7 @@ def test_one_that_fails_is_named_once_and_gets_the_rest_later(
     assert [call["asked"]["id"] for call in pretended.calls("init")][-1] == (None if at == "init" else "id-1")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("at", ["init", "finish"])
 def test_one_that_hangs_is_waited_for_at_the_end_alone(
     at: str, pretended: Pretended, model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -80,6 +80,7 @@ def test_an_adapter_of_other_rows_is_left_alone() -> None:
     assert fusion.fuse(graph_of(Other(), x, y)) is None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("family", "settings"), [("llama", {"lora_dropout": 0.1}), ("bert", {"lora_bias": True})])
 def test_other_adapters_run_as_they_are(family: str, settings: dict[str, Any]) -> None:
     """With dropout before the matrices, or a bias behind them."""
@@ -90,6 +91,7 @@ def test_other_adapters_run_as_they_are(family: str, settings: dict[str, Any]) -
     assert not all(covered)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["qwen3", "llama", "bert"])
 def test_inputs_of_frozen_products_are_not_kept(family: str) -> None:
     """Of each layer at least the widest, of the last product, which a model keeps whose other weights learn, too."""

@@ -314,6 +314,7 @@ def test_parts_of_layers_on_padded_rows_are_ours(kind: str, monkeypatch: pytest.
     assert all(found)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", ["frozen", "elsewhere"])
 def test_padded_layers_with_frozen_or_shared_weights_run_as_they_are(
     case: str, monkeypatch: pytest.MonkeyPatch

@@ -47,6 +47,7 @@ def big_bird() -> Any:
     return transformers.BigBirdForSequenceClassification(config)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("training", [False, True])
 def test_models_without_such_code_can_be_recorded(training: bool) -> None:
     for model in (FAMILIES["bert"].model(), FAMILIES["gpt2"].model(), big_bird()):
@@ -130,6 +131,7 @@ def test_code_that_copies_the_hosts_numbers_to_the_device_can_with_these(
     assert how_recorded(model, 64, training=True) == expected
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("half", [None, torch.bfloat16, torch.float16])
 def test_code_that_reads_in_one_precision_alone_is_recorded_in_that_one(half: torch.dtype | None) -> None:
     """Decisions are of the run's precision. Without numbers the model is traced in fp32, where it asks for more."""

@@ -71,6 +71,7 @@ def make_wrong(monkeypatch: pytest.MonkeyPatch, change: Change, *, kernel_only: 
 # --- admitted ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_one_text_exceeds_the_real_window(name: str, long_passes: list[tuple[int, ...]]) -> None:
     """Beside a short one: once padded, once packed behind one of a quarter of the window."""
@@ -337,6 +338,7 @@ def test_rows_of_one_length_that_depend_on_one_another_beyond_the_window(long_pa
 # --- copies for something else ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("half", [None, torch.bfloat16])
 def test_what_the_host_reads_is_looked_for_in_short_rows(
     half: torch.dtype | None, long_passes: list[tuple[int, ...]]

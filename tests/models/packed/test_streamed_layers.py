@@ -129,6 +129,7 @@ def measured(folder: Path, file: Path | None) -> tuple[int, int, int, int]:
     return after - before, own_bytes() - before, whole, streamed.num_bytes // len(layers)
 
 
+@pytest.mark.sampled
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory of a process is read where Linux tells it")
 @pytest.mark.parametrize("stored", ["host", "disk"])
 def test_loading_holds_weights_once_and_none_of_those_on_disk(stored: str, tmp_path: Path) -> None:

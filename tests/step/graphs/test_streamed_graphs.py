@@ -97,6 +97,7 @@ def test_a_capture_that_is_refused_has_changed_nothing(refuse_at: int, refusal: 
     assert same(one, other)
 
 
+@pytest.mark.thorough
 def test_batches_of_several_micro_batches_are_launched() -> None:
     asked, found = CLIPPED | LEVERS["split by tokens"], []
     for captures in (False, True):
