@@ -73,9 +73,7 @@ def test_experts_need_the_host_but_in_bf16(kind: str) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize(
-    ("make", "compilable"), [(t5, True), (longformer, False), (longformer_of_short_rows, False)]
-)
+@pytest.mark.parametrize(("make", "compilable"), [(t5, True), (longformer, False), (longformer_of_short_rows, False)])
 def test_code_that_decides_by_numbers_of_the_device_can_with_its_decisions(
     make: Callable[[], Any], compilable: bool, training: bool
 ) -> None:
