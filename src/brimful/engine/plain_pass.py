@@ -29,6 +29,7 @@ from brimful.engine.widened_layers import WidenedLayers
 from brimful.hardware.memory import device_free_bytes
 from brimful.kernels.layout import Inputs, map_tensors, padded_inputs
 from brimful.models.packed.layer_calls import as_they_were
+from brimful.models.packed.narrow_windows import NarrowWindows
 from brimful.models.packed.packed_forward import PaddedModel, padding_id_of
 from brimful.models.packed.recompute import all_kept_in, keep_all
 from brimful.models.packed.streamed_layers import StreamedLayers
@@ -120,7 +121,8 @@ def plain(made: Assembled, rows: Rows, precision: Precision) -> Probed:
         if streamed is not None:
             stack.enter_context(update.undisturbed())
             stack.enter_context(streamed.widened())
-        for members in [np.arange(len(rows.ids))] if whole else _cut(rows.ids, made.layout.most_tokens // 2):
+        lengths = [NarrowWindows(model).plain_length(len(each)) for each in rows.ids]
+        for members in [np.arange(len(rows.ids))] if whole else _cut(lengths, made.layout.most_tokens // 2):
             update.before()
             form = _Plain(model, precision, task, denominator)
             rows_R = _plain_losses(form, weights, rows, members, device, elsewhere)
@@ -216,11 +218,11 @@ def _take_and_free(taken: dict[str, Tensor], name: str, weight: Tensor) -> None:
     weight.grad = None
 
 
-def _cut(ids: Sequence[np.ndarray], most_tokens: int) -> Iterator[np.ndarray]:
+def _cut(lengths: Sequence[int], most_tokens: int) -> Iterator[np.ndarray]:
     """Rows of each padded batch of so many tokens, if one row has no more, in order of length."""
-    order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     while order:
-        count = max(1, min(_PLAIN_TOKENS, most_tokens) // len(ids[order[0]]))
+        count = max(1, min(_PLAIN_TOKENS, most_tokens) // lengths[order[0]])
         yield np.array(order[:count])
         order = order[count:]
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from brimful.kernels.layout import PaddedInputs
+from brimful.models.model_stats import layers_of
 from brimful.models.packed.narrow_windows import NarrowWindows
 from brimful.models.packed.packed_forward import PaddedModel
+from brimful.models.packed.recompute import recompute
 from heads.tiny_heads import tiny_config
 
 WINDOW = 64
@@ -41,8 +43,8 @@ def computed(model: Any, inputs: PaddedInputs, *, plain: bool) -> tuple[Tensor, 
     seen: list[int] = []
     hook = model.base_model.encoder.layer[0].register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
     logits = PaddedModel(model, "eager", plain=plain)(inputs).logits
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    gradient = torch.autograd.grad(logits.square().sum(), parameters, materialize_grads=True)
+    logits.square().sum().backward()
+    gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     hook.remove()
     return logits.detach(), torch.cat([each.flatten() for each in gradient]), seen[0]
 
@@ -59,6 +61,38 @@ def test_short_rows_are_the_plain_models(length: int, tokens: int) -> None:
     assert num_tokens == tokens
     assert float((logits - expected_logits).abs().max()) < 1e-10
     assert float((found - expected).norm() / expected.norm()) < 1e-10
+
+
+def test_layers_that_are_recomputed_have_the_windows_of_their_pass() -> None:
+    """The pass is over by then, and its hidden states have its length."""
+    model = longformer()
+    expected_logits, expected, _ = computed(copy.deepcopy(model), rows(model, 10), plain=True)
+    before, layers = windows(model), list(layers_of(model))
+    recompute(layers, range(len(layers)))
+    logits, found, num_tokens = computed(model, rows(model, 10), plain=False)
+    assert num_tokens == 32
+    assert float((logits - expected_logits).abs().max()) < 1e-10
+    assert float((found - expected).norm() / expected.norm()) < 1e-10
+    assert windows(model) == before
+
+
+def test_passes_that_overlap_end_with_the_models_own_windows() -> None:
+    model = longformer()
+    before, (one, other) = windows(model), (NarrowWindows(model).for_rows(length) for length in (9, 17))
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    other.__exit__(None, None, None)
+    assert windows(model) == before
+
+
+def test_a_model_with_the_same_configuration_has_its_own_windows() -> None:
+    model = longformer()
+    other = type(model)(model.config)
+    with NarrowWindows(model).for_rows(9):
+        assert model.config.attention_window == [32, 32][: model.config.num_hidden_layers]
+        assert other.config.attention_window[0] == WINDOW
+    assert model.config is other.config
 
 
 def test_windows_are_as_before() -> None:

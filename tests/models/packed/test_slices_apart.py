@@ -42,6 +42,18 @@ def rows(model: Any) -> PaddedInputs:
     return PaddedInputs(ids_RL=ids_RL, mask_RL=mask_RL, types_RL=None)
 
 
+def test_what_torch_compiles_is_left_alone() -> None:
+    """It would trace the mode's own code."""
+    model, depths = tiny_model("jamba").train(), list[int]()
+    layer = model.base_model.layers[0]
+    layer.register_forward_hook(lambda *_: depths.append(_len_torch_function_stack()))
+    execution = PaddedModel(model)
+    execution(rows(model))
+    layer._compiled_call_impl = layer._call_impl
+    execution(rows(model))
+    assert depths[0] == depths[1] + 1
+
+
 @pytest.mark.parametrize("kind", ["jamba", "zamba"])
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_a_scan_has_the_gradient_of_the_plain_model(kind: str, is_recorded: bool) -> None:

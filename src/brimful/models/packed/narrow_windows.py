@@ -7,6 +7,7 @@ gradient but for the order of sums, of rows of 32 tokens with 64 tokens computed
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,37 +22,45 @@ _MULTIPLE = 8
 
 
 class NarrowWindows:
-    """The windows of one model."""
+    """The windows of one model, as they are when this is made: passes end with these."""
 
     def __init__(self, model: nn.Module) -> None:
-        modules: list[Any] = [each for each in model.modules() if isinstance(getattr(each, _HALF, None), int)]
-        self._modules = modules
-        configs = {id(config): config for each in model.modules() if (config := getattr(each, "config", None))}
-        self._configs = [config for config in configs.values() if modules and hasattr(config, _WINDOW)]
-        self._narrowest = min((getattr(each, _HALF) for each in modules), default=0)
+        modules: list[Any] = list(model.modules())
+        self._halves = [(each, half) for each in modules if isinstance(half := getattr(each, _HALF, None), int)]
+        configured = [(each, each.config) for each in modules if hasattr(getattr(each, "config", None), _WINDOW)]
+        self._configs = configured if self._halves else []
+        self._narrowest = min((half for _, half in self._halves), default=0)
 
     def plain_length(self, length: int) -> int:
         """Tokens that the model itself computes of a row of so many, by its own windows."""
-        window = 2 * max((getattr(each, _HALF) for each in self._modules), default=0)
+        window = 2 * max((half for _, half in self._halves), default=0)
         return -(-length // window) * window if window else length
 
     @contextmanager
     def for_rows(self, length: int) -> Iterator[None]:
-        """Within, a pass over rows of so many tokens has windows that cover them and no more, where its own do."""
+        """Within, a pass over rows of so many tokens has windows that cover them and no more, where its own do.
+
+        So has a layer that is recomputed once the pass is over, within a block of its own.
+        """
         half = -(-length // _MULTIPLE) * _MULTIPLE
-        if half >= self._narrowest:
+        if half >= self._narrowest or all(getattr(each, _HALF) == half for each, _ in self._halves):
             yield
             return
-        halves = [getattr(each, _HALF) for each in self._modules]
-        windows = [getattr(each, _WINDOW) for each in self._configs]
         try:
-            for each in self._modules:
+            for each, _ in self._halves:
                 setattr(each, _HALF, half)
-            for config, window in zip(self._configs, windows, strict=True):
-                setattr(config, _WINDOW, 2 * half if isinstance(window, int) else [2 * half] * len(window))
+            for each, config in self._configs:
+                each.config = _narrowed(config, 2 * half)
             yield
         finally:
-            for each, was in zip(self._modules, halves, strict=True):
-                setattr(each, _HALF, was)
-            for config, window in zip(self._configs, windows, strict=True):
-                setattr(config, _WINDOW, window)
+            for each, own in self._halves:
+                setattr(each, _HALF, own)
+            for each, config in self._configs:
+                each.config = config
+
+
+def _narrowed(config: Any, window: int) -> Any:
+    """A configuration that differs in its windows. Other models may have the same object: it is left alone."""
+    narrowed, own = copy.copy(config), getattr(config, _WINDOW)
+    setattr(narrowed, _WINDOW, window if isinstance(own, int) else [window] * len(own))
+    return narrowed

@@ -32,7 +32,7 @@ from brimful.models.packed.attention_check import Watch
 from brimful.models.packed.family_forms import FamilyForm, decoder_ids_T, has_form, uses_interface
 from brimful.models.packed.given_states import GivenStates, means_SX
 from brimful.models.packed.host_decisions import HostDecisions
-from brimful.models.packed.layer_calls import many_compiled_forms, place_calls
+from brimful.models.packed.layer_calls import LayerCall, many_compiled_forms, place_calls
 from brimful.models.packed.narrow_windows import NarrowWindows
 from brimful.models.packed.refusals import refusals
 from brimful.models.packed.replaced_buffers import Place, places_of, write_back
@@ -191,11 +191,13 @@ class PaddedModel(LayoutModel):
             context = replace(context, outside=self.decisions.paused)
         if inputs.places_RL is not None:
             context = replace(context, places_X=inputs.places_RL.flatten())
+        if not self.plain:
+            context = replace(context, told=partial(self._windows.for_rows, inputs.ids_RL.shape[1]))
         apart = self._apart and not self.plain and torch.is_grad_enabled()
+        apart = apart and not any(map(_is_compiled, self.model.modules()))
         loops = slices_apart() if apart else nullcontext()
-        windows = nullcontext() if self.plain else self._windows.for_rows(inputs.ids_RL.shape[1])
         looks = refusals(self.model.config.model_type, inputs)
-        with looks, context.active(), many_compiled_forms(self._layers), loops, windows:
+        with looks, context.active(), many_compiled_forms(self._layers), loops, context.told():
             return ForwardOutputs(logits=self._logits(given))
 
     def _logits(self, given: dict[str, Any]) -> Tensor:
@@ -242,6 +244,12 @@ def _padded_on_the_left(inputs: PaddedInputs) -> PaddedInputs:
     length, device = inputs.mask_RL.shape[1], inputs.mask_RL.device
     index_RL = (torch.arange(length, device=device) + inputs.mask_RL.sum(dim=1, keepdim=True)) % length
     return map_tensors(inputs, lambda given_RL: given_RL.gather(1, index_RL))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """True for a module whose call torch compiles: it would trace functions of modes that look on."""
+    call = module._compiled_call_impl
+    return call is not None and (not isinstance(call, LayerCall) or call.compiled is not None)
 
 
 def _needs_context(layer: nn.Module) -> bool:
