@@ -121,7 +121,8 @@ def plain(made: Assembled, rows: Rows, precision: Precision) -> Probed:
         if streamed is not None:
             stack.enter_context(update.undisturbed())
             stack.enter_context(streamed.widened())
-        lengths = [NarrowWindows(model).plain_length(len(each)) for each in rows.ids]
+        windows = NarrowWindows(model)
+        lengths = [windows.plain_length(len(each)) for each in rows.ids]
         for members in [np.arange(len(rows.ids))] if whole else _cut(lengths, made.layout.most_tokens // 2):
             update.before()
             form = _Plain(model, precision, task, denominator)
