@@ -83,8 +83,9 @@ def _measured(side: str, work: Work, settings: dict[str, Any], plan: dict[str, A
     steps = {"warm_up": 60 if short else 30, "steps": 40 if short else 12, "rounds": 5}
     if side == "hf":
         steps = {"warm_up": to_compile if settings["compile"] else 10, "steps": 20 if short else 8, "rounds": 5}
-    if work.model in SLOW:  # a step of Trainer's takes seconds, its first as long as its tenth
-        steps = {"warm_up": 2, "steps": 2, "rounds": 5} if side == "hf" else {"warm_up": 4, "steps": 4, "rounds": 5}
+    if work.model in SLOW:
+        few = 2 if side == "hf" and not short else 4  # where a step of Trainer's takes seconds
+        steps = {"warm_up": few, "steps": few, "rounds": 5}
     if plan["scale"] != "base":
         steps = {"warm_up": 2, "steps": 2 if plan["scale"] == "smoke" else 6, "rounds": 2}
     began = time.monotonic()
