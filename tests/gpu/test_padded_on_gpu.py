@@ -79,7 +79,7 @@ def rows(number: int, ends: int = 1) -> list[dict[str, Any]]:
 
 def trained(
     kind: str, execution: str, batches: list[list[dict[str, Any]]], precision: str = "fp32",
-    learning_rate: float = 1e-3, jitter: float = 0.0,
+    learning_rate: float = 1e-3, jitter: float = 0.0, gradient_checkpointing: str = "none",
 ) -> tuple[Any, list[float], Kept, int]:  # fmt: skip
     """jitter: of routers that draw, how far below the best expert others are drawn."""
     torch.manual_seed(0)
@@ -93,7 +93,8 @@ def trained(
     kept, lengths = Kept(), [len(row["input_ids"]) for batch in batches for row in batch]
     step = brimful.Step(
         model, num_steps=3000, lengths=lengths * 40, batch_size=8, max_length=64, learning_rate=learning_rate,
-        precision=precision, packing="off", execution=execution, callbacks=kept,
+        precision=precision, packing="off", execution=execution, gradient_checkpointing=gradient_checkpointing,
+        callbacks=kept,
     )  # fmt: skip
     with brimful.Feed(step, batches) as feed:
         losses = [step.run(batch).read().loss for batch in feed]
@@ -115,6 +116,17 @@ def test_captured_padded_steps_learn_what_eager_ones_do(kind: str, execution: st
     buffers = dict(plain.named_buffers())
     for name, buffer in model.named_buffers():
         torch.testing.assert_close(buffer, buffers[name], rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("execution", ["eager", "captured"])
+@pytest.mark.parametrize("kind", ["longformer", "longformer of short rows"])
+def test_layers_that_are_computed_again_have_the_windows_of_their_rows(kind: str, execution: str) -> None:
+    batches = [rows(number % 6) for number in range(STEPS)]
+    _, expected, _, _ = trained(kind, "eager", batches)
+    _, found, kept, graphs = trained(kind, execution, batches, gradient_checkpointing="full")
+    assert kept.lines == []
+    assert (graphs > 0) == (execution == "captured")
+    assert found == pytest.approx(expected, rel=2e-3)
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "minimax", "qwen3_moe"])
