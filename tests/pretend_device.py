@@ -96,6 +96,7 @@ class PretendDevice(TorchDispatchMode):
 def register() -> None:
     """The device is known to torch from now on."""
     _setup_privateuseone_for_python_backend("pretend")
+    torch.pretend.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]
 
 
 def to_pretend(model: nn.Module) -> nn.Module:

@@ -46,7 +46,8 @@ class ForwardContext:
     own code is drawn by sites too: in layers that are recomputed. keeps_all: True where dropout of our kernels keeps
     all, in the same compiled code. inputs: the packed row, where it is one. outside: within it compiled layers are
     called, outside of modes that look on. attention: what attention is told, for layers that do not hand it on.
-    told: within it modules of the model that must know the row, or the length of rows, do.
+    told: within it modules of the model that must know the row, or the length of rows, do. both_calls: makes what both
+    calls of one layer run within that is recomputed.
     pooled_S: places of the tokens that what follows attention in the last layer is given, None for all.
     seed: () int64 on the device, of the step that the pass is part of. places_X: (X,) int64, of the tokens that layers
     are given in the effective batch. Without both, masks are drawn by a seed of torch's generator.
@@ -63,6 +64,7 @@ class ForwardContext:
     outside: Callable[[], AbstractContextManager[None]] = nullcontext
     attention: Any = None
     told: Callable[[], AbstractContextManager[None]] = nullcontext
+    both_calls: Callable[[], Callable[[], AbstractContextManager[None]]] = lambda: nullcontext
     pooled_S: Tensor | None = None
     seed: Tensor | None = None
     places_X: Tensor | None = None

@@ -11,9 +11,11 @@ import transformers
 from torch import Tensor
 
 from brimful.kernels.layout import map_tensors
+from brimful.models.model_stats import layers_of
 from brimful.models.packed import packed_forward
 from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.packed_forward import PaddedModel
+from brimful.models.packed.recompute import recompute
 from models.packed.test_host_decisions import rows_of, without_dropout
 from models.packed.test_host_reads import (
     SMALL,
@@ -57,10 +59,18 @@ def mvp() -> Any:
     return transformers.MvpForSequenceClassification(config)
 
 
+def computed_again() -> Any:
+    """A model whose layers ask, and ask again in the backward pass."""
+    model = longformer()
+    recompute(layers_of(model), {0})
+    return model
+
+
 COPYING = (number, table, columns, choice, gaps, gaps_of_a_tensor, listed)
 MODELS: dict[str, Callable[[], Any]] = {
     "t5": t5,
     "longformer": longformer,
+    "longformer, computed again": computed_again,
     "tapas": tapas,
     "mvp": mvp,
     **{each.__name__: lambda each=each: copying(each) for each in COPYING},

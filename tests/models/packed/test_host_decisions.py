@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from brimful.kernels.layout import PaddedInputs, padded_inputs
 from brimful.models.model_stats import layer_lists
 from brimful.models.packed import packed_forward
-from brimful.models.packed.host_decisions import HostDecisions, HostNeededError
+from brimful.models.packed.host_decisions import HostDecisions
+from brimful.models.packed.host_questions import HostNeededError
 from brimful.models.packed.packed_forward import PaddedModel
 from models.packed.test_host_reads import SMALL, ibert, longformer, t5
 from tiny import FAMILIES
@@ -206,10 +207,28 @@ def test_captured_passes_need_nothing_of_the_host() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 11
+    assert len(found) == 12
     for name, (refused, logits, gradient) in found.items():
         assert refused, name
         assert max(logits, gradient) < 1e-5, name
+
+
+def test_a_layer_that_decides_otherwise_when_it_is_computed_again_is_not_granted() -> None:
+    """What a replay computes then is no number, and its rows run eagerly."""
+
+    def asked(number: int) -> Any:
+        return torch.tensor(number).item()
+
+    for second, holds in ((3, True), (4, False)):
+        decisions = HostDecisions()
+        within = decisions.of_both_calls()
+        with decisions.recorded("rows"), within():
+            assert asked(3) == 3
+        with within():
+            assert asked(second) == second
+        with decisions.granted("rows") as truths:
+            assert asked(3) == 3
+        assert bool(torch.stack(truths).all()) is holds
 
 
 def test_masks_of_full_rows_are_made_as_in_a_capture() -> None:

@@ -15,8 +15,10 @@ from torch._C import _len_torch_function_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brimful.kernels.layout import PaddedInputs
+from brimful.models.model_stats import layers_of
 from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.packed_forward import PaddedModel
+from brimful.models.packed.recompute import recompute
 from brimful.models.packed.slices_apart import has_loops, slices_apart
 from heads.tiny_heads import tiny_model
 
@@ -55,15 +57,18 @@ def test_what_torch_compiles_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("kind", ["jamba", "zamba"])
-@pytest.mark.parametrize("is_recorded", [False, True])
-def test_a_scan_has_the_gradient_of_the_plain_model(kind: str, is_recorded: bool) -> None:
+@pytest.mark.parametrize("how", ["by itself", "recorded", "computed again"])
+def test_a_scan_has_the_gradient_of_the_plain_model(kind: str, how: str) -> None:
     model = tiny_model(kind).train()
     plain, inputs = copy.deepcopy(model), rows(model)
     plain.config.use_cache = False
     with _Filled() as of_plain:
         plain(input_ids=inputs.ids_RL, attention_mask=inputs.mask_RL).logits.sum().backward()
     execution = PaddedModel(model)
-    execution.decisions = HostDecisions() if is_recorded else None
+    execution.decisions = HostDecisions() if how == "recorded" else None
+    if how == "computed again":
+        layers = list(layers_of(model))
+        recompute(layers, range(len(layers)))
     with _Filled() as found:
         execution(inputs).logits.sum().backward()
     assert found.numbers < 2 * of_plain.numbers / LENGTH

@@ -36,7 +36,8 @@ from brimful.kernels.layout import PaddedInputs, map_tensors, padded_inputs
 from brimful.models.half_experts import ExpertByExpert, hold_experts_in_half, host_multiplies_experts
 from brimful.models.model_stats import layer_lists
 from brimful.models.packed.check_inputs import make_sequences, one_layer_of_each_kind
-from brimful.models.packed.host_decisions import HostDecisions, HostNeededError
+from brimful.models.packed.host_decisions import HostDecisions
+from brimful.models.packed.host_questions import HostNeededError
 from brimful.models.packed.long_window import shorten_window
 from brimful.models.packed.packed_forward import PaddedModel, padding_id_of
 from brimful.models.packed.replaced_buffers import places_of, replaced

@@ -50,13 +50,17 @@ class LayerCall:
         if module.training and getattr(module, "gradient_checkpointing", False):
             # As transformers' own checkpointed layers: a second call must not find what the first one has stored.
             args, kwargs = pytree.tree_map(_no_cache, (args, kwargs), is_leaf=_is_cache)
-            return module._gradient_checkpointing_func(partial(self._checkpointed, context, module, **kwargs), *args)
+            call = partial(self._checkpointed, context, context.both_calls(), module, **kwargs)
+            return module._gradient_checkpointing_func(call, *args)
         return self._run(context, module, *args, **kwargs)
 
-    def _checkpointed(self, context: ForwardContext, module: Any, *args: Any, **kwargs: Any) -> Any:
+    def _checkpointed(
+        self, context: ForwardContext, within: Callable[[], AbstractContextManager[None]], module: Any, *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
         module.gradient_checkpointing = False  # this call is the checkpoint
         try:
-            with context.told():  # the forward pass may be over
+            with context.told(), within():  # the forward pass may be over
                 return self._run(context, module, *args, **kwargs)
         finally:
             module.gradient_checkpointing = True

@@ -173,7 +173,8 @@ class PaddedModel(LayoutModel):
             _tell_both_halves(model)
         self._takes_types = has_token_types(model.config)
         self._settings = _without_cache(model) | _named_outputs(model.config)
-        self._layers = [layer for layers in layer_lists(model) for layer in layers]
+        lists = [*layer_lists(model), layers_of(model) or ()]  # of several classes, as Jamba.s: in the last
+        self._layers = list(dict.fromkeys(layer for layers in lists for layer in layers))
         self._unsettled: tuple[list[Place], Tensor | None] | None = None
         self._apart, self._windows = has_loops(model) and not traced, NarrowWindows(model)
         self._reads_last_place = any(getattr(module, "summary_type", None) == "last" for module in model.modules())
@@ -188,17 +189,22 @@ class PaddedModel(LayoutModel):
             place_calls(self._layers, None, None)
         context = context or ForwardContext()
         if self.decisions is not None:
-            context = replace(context, outside=self.decisions.paused)
+            decisions = self.decisions
+            context = replace(context, outside=decisions.paused, both_calls=decisions.of_both_calls)
         if inputs.places_RL is not None:
             context = replace(context, places_X=inputs.places_RL.flatten())
         if not self.plain:
-            context = replace(context, told=partial(self._windows.for_rows, inputs.ids_RL.shape[1]))
-        apart = self._apart and not self.plain and torch.is_grad_enabled()
-        apart = apart and not any(map(_is_compiled, self.model.modules()))
-        loops = slices_apart() if apart else nullcontext()
+            apart = self._apart and torch.is_grad_enabled() and not any(map(_is_compiled, self.model.modules()))
+            context = replace(context, told=partial(self._told, inputs.ids_RL.shape[1], apart=apart))
         looks = refusals(self.model.config.model_type, inputs)
-        with looks, context.active(), many_compiled_forms(self._layers), loops, context.told():
+        with looks, context.active(), many_compiled_forms(self._layers), context.told():
             return ForwardOutputs(logits=self._logits(given))
+
+    @contextmanager
+    def _told(self, length: int, *, apart: bool) -> Iterator[None]:
+        """Within, windows are those of rows of this length, and slices of a tensor are taken apart if wanted."""
+        with self._windows.for_rows(length), slices_apart() if apart else nullcontext():
+            yield
 
     def _logits(self, given: dict[str, Any]) -> Tensor:
         found: Tensor

@@ -10,7 +10,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
-from brimful.models.packed.host_decisions import HostNeededError
+from brimful.models.packed.host_questions import HostNeededError
 
 #: A module's buffers, the name of one of them, and what it was before the pass.
 Place = tuple[dict[str, Tensor | None], str, Tensor]

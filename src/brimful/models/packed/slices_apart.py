@@ -4,8 +4,7 @@ transformers' scan of Mamba's layers (Jamba, Zamba) reads `states[:, :, position
 is missing. Torch's gradient of a slice is as large as the whole tensor: on rows of 512 tokens 512 such tensors are
 filled with zeros and added up, for each of the three that are read so. Taken apart by `unbind`, all but the first have
 one gradient, put together once. The numbers are the same where each place is read once: all others that were added are
-zeros. A layer that brimful recomputes in the backward pass takes its slices one by one there, and so do all layers
-where some are compiled: torch would trace what looks on.
+zeros. Where some layers are compiled all take their slices one by one: torch would trace what looks on.
 
 Parts of `unbind` cannot be changed in place, which the scan does not: torch would refuse it.
 """
