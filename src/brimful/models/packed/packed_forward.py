@@ -173,7 +173,7 @@ class PaddedModel(LayoutModel):
             _tell_both_halves(model)
         self._takes_types = has_token_types(model.config)
         self._settings = _without_cache(model) | _named_outputs(model.config)
-        lists = [*layer_lists(model), layers_of(model) or ()]  # of several classes, as Jamba.s: in the last
+        lists = [*layer_lists(model), layers_of(model) or ()]  # of several classes, as Jamba's: in the last
         self._layers = list(dict.fromkeys(layer for layers in lists for layer in layers))
         self._unsettled: tuple[list[Place], Tensor | None] | None = None
         self._apart, self._windows = has_loops(model) and not traced, NarrowWindows(model)
