@@ -129,7 +129,7 @@ FAMILIES = {
     ),
     "electra": Family(config="ElectraConfig", settings=_ENCODER | {"embedding_size": 8}, short=True),
     "albert": Family(config="AlbertConfig", settings=_ENCODER | {"embedding_size": 8}),
-    "modernbert": Family(config="ModernBertConfig", settings=_MODERN, partly_fp32=True),
+    "modernbert": Family(config="ModernBertConfig", settings=_MODERN, short=True, partly_fp32=True),
     "modernbert-mean": Family(
         config="ModernBertConfig", settings=_MODERN | {"classifier_pooling": "mean"}, pooling="mean", partly_fp32=True
     ),
@@ -175,26 +175,32 @@ FAMILIES = {
     "mbart": Family(config="MBartConfig", settings=_BART, pooling="last"),
     "t5": Family(config="T5Config", settings=_T5, pooling="last", partly_fp32=True),
     "umt5": Family(config="UMT5Config", settings=_T5, pooling="last", partly_fp32=True),
-    "llama": Family(config="LlamaConfig", settings=_ROPE, pooling="last", partly_fp32=True),
+    "llama": Family(config="LlamaConfig", settings=_ROPE, pooling="last", short=True, partly_fp32=True),
     "mistral": Family(
-        config="MistralConfig", settings=_ROPE | {"sliding_window": 16}, pooling="last", partly_fp32=True
+        config="MistralConfig", settings=_ROPE | {"sliding_window": 16}, pooling="last", short=True, partly_fp32=True
     ),
-    "qwen2": Family(config="Qwen2Config", settings=_ROPE, pooling="last", partly_fp32=True),
-    "qwen3": Family(config="Qwen3Config", settings=_ROPE, pooling="last", partly_fp32=True),
+    "qwen2": Family(config="Qwen2Config", settings=_ROPE, pooling="last", short=True, partly_fp32=True),
+    "qwen3": Family(config="Qwen3Config", settings=_ROPE, pooling="last", short=True, partly_fp32=True),
     "gemma2": Family(
-        config="Gemma2Config", settings=_GEMMA | {"attn_logit_softcapping": 2.0}, pooling="last", partly_fp32=True
+        config="Gemma2Config",
+        settings=_GEMMA | {"attn_logit_softcapping": 2.0},
+        pooling="last",
+        short=True,
+        partly_fp32=True,
     ),
-    "gemma3": Family(config="Gemma3TextConfig", settings=_GEMMA3, pooling="last", partly_fp32=True),
+    "gemma3": Family(config="Gemma3TextConfig", settings=_GEMMA3, pooling="last", short=True, partly_fp32=True),
     "bloom": Family(
         config="BloomConfig",
         settings={"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 4, "pad_token_id": 0} | _END,
         pooling="last",
+        short=True,
         partly_fp32=True,
     ),
     "mpt": Family(
         config="MptConfig",
         settings={"vocab_size": VOCABULARY, "d_model": 16, "n_layers": 2, "n_heads": 4, "pad_token_id": 0} | _END,
         pooling="last",
+        short=True,
         partly_fp32=True,
     ),
     "falcon": Family(config="FalconConfig", settings=_ENCODER | _END, pooling="last", partly_fp32=True),
@@ -208,7 +214,7 @@ FAMILIES = {
     ),
     "gptj": Family(config="GPTJConfig", settings=_OPENAI | _END | {"rotary_dim": 2}, pooling="last", partly_fp32=True),
     "openai-gpt": Family(config="OpenAIGPTConfig", settings=_OPENAI, pooling="last"),
-    "nemotron": Family(config="NemotronConfig", settings=_ROPE, pooling="last", partly_fp32=True),
+    "nemotron": Family(config="NemotronConfig", settings=_ROPE, pooling="last", short=True, partly_fp32=True),
     "gpt2": Family(
         config="GPT2Config",
         settings={

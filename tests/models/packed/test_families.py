@@ -20,9 +20,11 @@ from brimful.kernels.attention.dispatch import Attention
 from brimful.kernels.attention.pattern import Pattern
 from brimful.kernels.layout import PackedShape, Segments, packed_inputs, padded_inputs
 from brimful.models.packed import equivalence, equivalence_cache, packed_forward, tried_row
+from brimful.models.packed.after_attention import after_attention
 from brimful.models.packed.check_inputs import one_layer_of_each_kind
 from brimful.models.packed.equivalence import Equivalence, check_equivalence
 from brimful.models.packed.packed_forward import PackedModel, PaddedModel
+from heads.tiny_heads import tiny_model
 from plain import gradient, padded
 from tiny import FAMILIES, LONGEST, VOCABULARY, Family, pair_types, sequences
 from tolerances import MODEL_FP32, STEP_FP32_SOFTMAX, STEP_FP64, difference
@@ -108,6 +110,24 @@ def test_packed_is_plain_in_fp64(name: str) -> None:
     family = FAMILIES[name]
     tolerance = STEP_FP32_SOFTMAX if family.partly_fp32 else STEP_FP64
     compare_with_plain(family.model(initializer_range=0.3).double(), family, family.short, tolerance)
+
+
+def test_a_feed_forward_part_is_given_all_tokens_where_dropout_may_follow_it() -> None:
+    """Phi-3's own is behind it, and would be drawn of zeros."""
+    sizes = FAMILIES["llama"].settings | {"num_labels": 3, "resid_pdrop": 0.1}
+    model = transformers.AutoModelForSequenceClassification.from_config(transformers.Phi3Config(**sizes))
+    run = PackedModel(model, FAMILIES["llama"].form)
+    assert (model.train() and run.left_out.parameters) == 0
+    assert (model.eval() and run.left_out.parameters) > 0
+    last = model.train().model.layers[-1]
+    model.config.resid_pdrop = last.resid_attn_dropout.p = last.resid_mlp_dropout.p = 0.0
+    assert run.left_out.parameters > 0
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "phimoe"])
+def test_experts_are_given_all_tokens(kind: str) -> None:
+    """The loss of their router is over all of them."""
+    assert after_attention(tiny_model(kind)) is None
 
 
 def compare_with_plain(plain: Any, family: Family, short: bool, tolerance: float) -> None:

@@ -43,6 +43,7 @@ from brimful.kernels import float8
 from brimful.kernels.layout import Inputs
 from brimful.models.model_stats import layers_of, linear_parameters
 from brimful.models.packed import equivalence_cache
+from brimful.models.packed.after_attention import after_attention
 from brimful.models.packed.alike_rows import alike_independent
 from brimful.models.packed.check_inputs import (
     FEW,
@@ -56,7 +57,7 @@ from brimful.models.packed.check_inputs import (
 )
 from brimful.models.packed.family_forms import has_form, recurrent_layers, uses_attention_interface
 from brimful.models.packed.long_window import LongWindow
-from brimful.models.packed.packed_forward import PackedForm, PackedModel, PaddedModel, Pooling, what_follows_attention
+from brimful.models.packed.packed_forward import PackedForm, PackedModel, PaddedModel, Pooling
 from brimful.models.packed.padding_tokens import with_padding_rule
 from brimful.models.packed.short_rows import dependence_of_short_rows
 from brimful.models.packed.training_check import draws_numbers, mixes_rows, without_dropout
@@ -396,7 +397,7 @@ def _form_error(small: Any, sequences: Sequence[np.ndarray], plain: Tensor, max_
 def _shortened(small: Any, form: PackedForm, error_of: Callable[[PackedForm], float]) -> PackedForm:
     """Return the form with a short last layer if that gives the plain logits too."""
     short = replace(form, short=True)
-    if form.pooling in ("mean", "late") or what_follows_attention(small) is None:
+    if form.pooling in ("mean", "late") or after_attention(small) is None:
         return form
     try:
         return short if error_of(short) <= TOLERANCES["fp32"].logits else form

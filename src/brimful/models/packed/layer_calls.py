@@ -14,12 +14,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from brimful.kernels.forward_context import ForwardContext, active_context
 from brimful.models.fsdp_hooks import call_between_hooks, only_of_fsdp
+from brimful.models.packed.after_attention import AfterAttention
 
 #: Compiled forms of one layer's code: every model that a process compiles counts against the limit.
 _MOST_COMPILED = 64
@@ -28,13 +29,12 @@ _MOST_COMPILED = 64
 class LayerCall:
     """Stands where `nn.Module` looks for a compiled form of itself, and calls that, or the module as it is.
 
-    number: of a layer; None for embeddings. follows: the module of the last layer that takes what attention made, and
-    may be given pooled tokens only.
+    number: of a layer; None for embeddings. after: what follows attention in the last layer, and may be given pooled
+    tokens only.
     """
 
-    def __init__(self, module: nn.Module, number: int | None, follows: nn.Module | None = None) -> None:
-        self._module, self._number = weakref.ref(module), number
-        self._follows = None if follows is None else weakref.ref(follows)
+    def __init__(self, module: nn.Module, number: int | None, after: AfterAttention | None = None) -> None:
+        self._module, self._number, self._after = weakref.ref(module), number, after
         self.compiled: Callable[..., Any] | None = module._compiled_call_impl
 
     @property
@@ -71,26 +71,18 @@ class LayerCall:
         compiled = self.compiled if context.compiled else None
         dropout = _own_dropout() if compiled is None and context.seeded_dropout else nullcontext()
         outside = nullcontext() if compiled is None else context.outside()
-        with context.active(), self._shortened(context), dropout, outside:
-            return _call(module, compiled, *args, **kwargs)
+        with context.active(), self._shortened(context) as finish, dropout, outside:
+            return finish(_call(module, compiled, *args, **kwargs))
 
-    @contextmanager
-    def _shortened(self, context: ForwardContext) -> Iterator[None]:
+    def _shortened(self, context: ForwardContext) -> AbstractContextManager[Callable[[Any], Any]]:
         """Within, what follows attention in the last layer is given pooled tokens only, if the context says so."""
-        chosen_S, follows = context.pooled_S, None if self._follows is None else self._follows()
-        if chosen_S is None or follows is None:
-            yield
-            return
+        if context.pooled_S is None or self._after is None:
+            return nullcontext(_as_it_is)
+        return self._after.cut(context.pooled_S, context.rows)
 
-        def choose(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            context.rows.choose(chosen_S)
-            return tuple(x_1TH.index_select(1, chosen_S) for x_1TH in given)
 
-        hook = follows.register_forward_pre_hook(choose)
-        try:
-            yield
-        finally:
-            hook.remove()
+def _as_it_is(output: Any) -> Any:
+    return output
 
 
 def _call(module: nn.Module, compiled: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -102,11 +94,11 @@ def _call(module: nn.Module, compiled: Callable[..., Any] | None, *args: Any, **
     return compiled(*args, **kwargs)
 
 
-def place_calls(layers: Sequence[nn.Module], embeddings: nn.Module | None, follows: nn.Module | None) -> None:
+def place_calls(layers: Sequence[nn.Module], embeddings: nn.Module | None, after: AfterAttention | None) -> None:
     """Have all layers called in their context, and compiled embeddings. What was compiled since stays compiled."""
     for number, layer in enumerate(layers):
         if not isinstance(layer._compiled_call_impl, LayerCall):
-            layer._compiled_call_impl = LayerCall(layer, number, follows if number == len(layers) - 1 else None)
+            layer._compiled_call_impl = LayerCall(layer, number, after if number == len(layers) - 1 else None)
         checkpoint = vars(layer).get("_gradient_checkpointing_func")
         if checkpoint is not None and not isinstance(checkpoint, OneCheckpoint):
             changed: Any = layer

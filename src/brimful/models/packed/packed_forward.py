@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from brimful.kernels.attention.pattern import Pattern
 from brimful.kernels.forward_context import ForwardContext, active_context, current
 from brimful.kernels.layout import Inputs, PackedInputs, PaddedInputs, Segments, map_tensors
 from brimful.models.model_stats import embeddings_of, layer_lists, layers_of, matmul_parameters
+from brimful.models.packed.after_attention import after_attention
 from brimful.models.packed.attention_check import Watch
 from brimful.models.packed.family_forms import FamilyForm, decoder_ids_T, has_form, uses_interface
 from brimful.models.packed.given_states import GivenStates, means_SX
@@ -360,8 +361,8 @@ class PackedModel(LayoutModel):
         self._dummy_id = 0 if padding_id_of(model.config) == 1 else 1  # not padding
         self.last: ShortLayer | None = None
         self._layers, self._embeddings = list(layers_of(model) or ()), embeddings_of(model)
-        self._after_attention = what_follows_attention(model)
-        self._follows = self._after_attention if form.short else None
+        self._after = after_attention(model)
+        self._is_short = form.short and self._after is not None
 
     @property
     def left_out(self) -> LeftOut:
@@ -371,14 +372,15 @@ class PackedModel(LayoutModel):
             return LeftOut()
         if self._short_layer is not None:
             return LeftOut(matmul_parameters(layers[-1]) - self._short_layer.shared, attention=True)
-        if self._follows is None:
-            return LeftOut()
-        before = matmul_parameters(cast(nn.Module, layers[-1].attention)) - matmul_parameters(self._follows)
-        return LeftOut(matmul_parameters(layers[-1]) - before)
+        return LeftOut(self._after.parameters) if self._cuts and self._after is not None else LeftOut()
 
     def run_whole(self) -> None:
         """From now on the last layer is run as it is, but for what a backend that it was compiled by leaves out."""
-        self._follows = None
+        self._is_short = False
+
+    @property
+    def _cuts(self) -> bool:
+        return self._is_short and self._after is not None and self._after.is_cut()
 
     @property
     def _short_layer(self) -> ShortLayer | None:
@@ -386,12 +388,12 @@ class PackedModel(LayoutModel):
 
     def __call__(self, inputs: Inputs, context: ForwardContext | None = None) -> ForwardOutputs:
         assert isinstance(inputs, PackedInputs)
-        pooled_S = None if self._follows is None else self._chosen_S(inputs)
+        pooled_S = self._chosen_S(inputs) if self._cuts else None
         context = replace(context or ForwardContext(), inputs=inputs, pooled_S=pooled_S, places_X=inputs.places_T)
         context = replace(context, attention=(inputs.segments, self.plain, self._watch), told=self._told(inputs))
         if self.last is not None:
             self.last.pooled = False  # it says so itself, where what it was compiled to is run
-        place_calls(self._layers, self._embeddings, self._after_attention)
+        place_calls(self._layers, self._embeddings, self._after)
         with context.active(), many_compiled_forms(self._layers):
             states_TH = self._hidden_states_TH(inputs)
             if self.form.pooling == "late":
@@ -443,7 +445,7 @@ class PackedModel(LayoutModel):
         return inputs.first_S if self.form.pooling == "first" else inputs.last_S
 
     def _pool_SH(self, states_TH: Tensor, inputs: PackedInputs) -> Tensor:
-        if self._follows is not None or self._short_layer is not None:  # a row a slot already, or a row a segment
+        if current().pooled_S is not None or self._short_layer is not None:  # a row a slot already, or a row a segment
             return states_TH[: inputs.first_S.shape[0]]
         if self.form.pooling == "mean":
             return means_SX(states_TH, inputs)
@@ -468,14 +470,6 @@ class PackedModel(LayoutModel):
             return self._head(input_ids=ids_S1, attention_mask=torch.ones_like(ids_S1), **named, **arguments)
         finally:
             self._given.states_S1H = None
-
-
-def what_follows_attention(model: Any) -> nn.Module | None:
-    """The module of the last layer that takes what attention made, and the residual beside it, where there is one: then
-    the rest of the layer works on as many tokens as it is given (BERT and related models)."""
-    layers = layers_of(model)
-    found = None if layers is None else getattr(getattr(layers[-1], "attention", None), "output", None)
-    return found if isinstance(found, nn.Module) else None
 
 
 def has_token_types(config: Any) -> bool:

@@ -30,13 +30,8 @@ def without_dropout(model: Any, *, but: Sequence[nn.Module] = (), only_of_number
     is_dropout = _is_dropout_of_numbers if only_of_numbers else _is_dropout
     left = {id(module) for each in but for module in each.modules()}
     owners = [module for module in model.modules() if id(module) not in left]
-    settings = {id(config): config for config in (getattr(owner, "config", None) for owner in owners) if config}
-    changed = [
-        (owner, name, value)
-        for owner in (*owners, *(settings.values() if not but else ()))
-        for name, value in vars(owner).items()
-        if isinstance(value, float) and value > 0 and is_dropout(owner, name)
-    ]
+    settings = _settings_of(owners)
+    changed = list(_probabilities((*owners, *(settings.values() if not but else ())), is_dropout))
     for owner, name, _ in changed:
         object.__setattr__(owner, name, 0.0)
     try:
@@ -44,6 +39,27 @@ def without_dropout(model: Any, *, but: Sequence[nn.Module] = (), only_of_number
     finally:
         for owner, name, value in changed:
             object.__setattr__(owner, name, value)
+
+
+def drops_numbers(module: nn.Module) -> bool:
+    """Return whether a dropout is at work in a module that trains, or a probability of one in its configuration."""
+    owners = list(module.modules())
+    return any(True for _ in _probabilities((*owners, *_settings_of(owners).values()), _is_dropout))
+
+
+def _settings_of(owners: Sequence[nn.Module]) -> dict[int, Any]:
+    """Configurations that modules have, each once."""
+    return {id(config): config for config in (getattr(owner, "config", None) for owner in owners) if config}
+
+
+def _probabilities(
+    owners: Sequence[Any], is_dropout: Callable[[object, str], bool]
+) -> Iterator[tuple[Any, str, float]]:
+    """Owner, name and value of each probability above zero."""
+    for owner in owners:
+        for name, value in vars(owner).items():
+            if isinstance(value, float) and value > 0 and is_dropout(owner, name):
+                yield owner, name, value
 
 
 def _is_dropout(owner: object, name: str) -> bool:
