@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -34,8 +35,8 @@ from forked_ranks import Forked  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 
-#: Of so many cases of a test that is marked sampled, one runs.
-_ONE_OF = 12
+#: Of so many cases of a test that is marked sampled, one runs, and of so many tests that are marked slow.
+_ONE_OF, _ONE_OF_SLOW = 12, 3
 
 # Equal examples in every run: what is found once is found always. `--hypothesis-profile=search` looks further.
 settings.register_profile(
@@ -74,26 +75,44 @@ def pytest_configure(config: pytest.Config) -> None:
     failed run again. Workers of xdist are given the same words, and decide alike."""
     named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword
     config.option.thorough = bool(config.option.thorough or named or getattr(config.option, "lf", False))
+    config.option.turn = _turn(config.rootpath)
+
+
+def _turn(root: Path) -> int:
+    """Return which part of the slow tests runs at this commit; the first one where git does not know it."""
+    with contextlib.suppress(OSError):
+        asked = ["git", "-C", str(root), "rev-parse", "HEAD"]
+        done = subprocess.run(asked, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return int(done.stdout, 16) % _ONE_OF_SLOW
+    return 0
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return "" if config.option.thorough else f"1 in {_ONE_OF} of slow cases: make thorough runs all"
+    if config.option.thorough:
+        return ""
+    slow = f"part {config.option.turn + 1} of {_ONE_OF_SLOW} of slow tests, by commit"
+    return f"1 in {_ONE_OF} of sampled cases, {slow}: make thorough runs all"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests marked thorough, and all but one of `_ONE_OF` cases of those marked sampled, counted from their
-    last: later ones tend to ask for more."""
+    last: later ones tend to ask for more. Of those marked slow one part runs, by commit."""
     if config.option.thorough:
         return
     seen: Counter[str] = Counter()
-    left_out = set[str]()
+    left_out, num_slow = set[str](), 0
     for item in reversed(items):
         test = item.nodeid.partition("[")[0]
         if any(map(item.get_closest_marker, ("gpu", "faults", "scripts", "browser"))):
             continue
         if item.get_closest_marker("thorough") or (item.get_closest_marker("sampled") and seen[test] % _ONE_OF):
             left_out.add(item.nodeid)
+        elif item.get_closest_marker("slow"):
+            num_slow += 1
+            if num_slow % _ONE_OF_SLOW != config.option.turn:
+                left_out.add(item.nodeid)
         seen[test] += 1
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]

@@ -110,6 +110,7 @@ def statuses(found: Bench) -> dict[str, str]:
     return {each.row.key: each.status for each in found.rows}
 
 
+@pytest.mark.slow
 def test_finished_rows_are_kept_and_failed_ones_tried_again(tmp_path: Path, plans: Plans) -> None:
     first = bench(tmp_path)
     assert statuses(first)["trainer: checkpointing"] == "failed"
@@ -185,6 +186,7 @@ def test_rows_of_the_same_settings_are_measured_once_and_said(tmp_path: Path, pl
     assert "trainer: precision=fp32: the same settings as trainer: plain, measured once, under that name" in told
 
 
+@pytest.mark.slow
 def test_a_row_half_written_is_measured_again(tmp_path: Path, plans: Plans) -> None:
     """And said, with its file."""
     bench(tmp_path)
@@ -212,6 +214,7 @@ def test_what_a_kill_left_of_a_process_is_removed_by_the_next_call(tmp_path: Pat
     assert plans.done
 
 
+@pytest.mark.slow
 def test_a_process_has_its_folder_where_the_next_call_looks(tmp_path: Path) -> None:
     seen = set[str]()
     watch = Watch(idle=lambda: seen.update(each.name for each in tmp_path.iterdir()))
@@ -222,6 +225,7 @@ def test_a_process_has_its_folder_where_the_next_call_looks(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("device", ["CPU", "a GPU"])
 def test_another_number_of_threads_is_refused(tmp_path: Path, plans: Plans, device: str) -> None:
@@ -394,6 +398,7 @@ def test_a_call_that_is_short_of_time_goes_on_all_the_same(tmp_path: Path, plans
     assert statuses(found)["trainer: plain"] == "measured"
 
 
+@pytest.mark.slow
 def test_the_budget_leaves_rows_and_says_so(tmp_path: Path, plans: Plans) -> None:
     plans.wall_s = 100.0
     found = bench(tmp_path, budget_s=60.0, steps=1, repeats=1, warmup_steps=1)
@@ -550,6 +555,7 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)  # the second one lets it write
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("stop", "code", "said", "by"),
@@ -787,6 +793,7 @@ def test_rates_of_products_are_the_best_of_all_calls(tmp_path: Path, plans: Plan
     assert cells(bench(tmp_path, rows="weight_decay=0.1"), 0)[6] == "20.0 %"
 
 
+@pytest.mark.slow
 def test_a_row_that_the_budget_cut_short_keeps_its_figures(tmp_path: Path, plans: Plans) -> None:
     """Marked in all that shows it, until a later call has measured it whole."""
     plans.cut = {"brimful: weight_decay=0.1": [3, 3, 4, 0]}

@@ -131,6 +131,7 @@ def test_the_rate_of_products_is_the_best_of_some() -> None:
     assert best_rate(lambda: 3.0, within_s=0.0, times=dict) == (3.0, None)
 
 
+@pytest.mark.slow
 def test_accumulation_of_trainer_is_said_and_its_loss_is_the_mean(folder: Path) -> None:
     asked, listener = options(folder), Heard()
     plain = theirs(asked)
@@ -215,6 +216,7 @@ def test_few_lengths_hold_all_batches_with_the_fewest_tokens(most: int, lengths:
     assert lengths_for([5, 14, 15, 16, 22, 77], most) == lengths
 
 
+@pytest.mark.slow
 def test_classes_of_arithmetic(folder: Path) -> None:
     asked = options(folder)
     assert theirs(asked, bf16=True).arithmetic == "rounding"

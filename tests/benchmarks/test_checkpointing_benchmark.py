@@ -13,6 +13,7 @@ Load = Callable[..., dict[str, ModuleType]]
 pytestmark = pytest.mark.filterwarnings("ignore:.* saves nothing on a CPU")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["offload, two layers", "offload, four layers"])
 def test_offload_within_a_limit_moves_some_layers(load: Load, name: str) -> None:

@@ -161,6 +161,7 @@ def test_a_trial_that_fails_leaves_the_others(parts: dict[str, ModuleType], tmp_
     assert tried["texts_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_files_are_measured_from_parquet_to_parquet(parts: dict[str, ModuleType], tmp_path: Path) -> None:
     works, pace = parts["works"], parts["pace"]
     work = works.Work.parse("parquet/tweets/minilm")

@@ -55,6 +55,7 @@ def test_no_micro_batch_has_more_rows(lengths: list[int], most: int, largest: in
         assert budget % 16 == 0
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("packing", ["auto", "off"])
 def test_what_is_learned_is_the_same(brimful: Brimful, files: Files, tmp_path: Path, packing: str) -> None:

@@ -175,6 +175,7 @@ def test_the_call_and_the_command_write_the_same_and_the_record_says_how(
     assert record.command.endswith("--precision fp32")
 
 
+@pytest.mark.slow
 def test_regression_has_a_number_and_no_label(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     for names in (["stars"], ["x", "y"]):
         model = save_classifier(tmp_path / "m", names, problem_type="regression")

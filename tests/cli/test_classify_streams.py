@@ -292,6 +292,7 @@ def undisturbed(many: Path, files: Files) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
@@ -332,6 +333,7 @@ def test_a_pass_that_was_stopped_goes_on_to_the_same_bytes(
 # --- what is asked --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("multi_label", [False, True])
 def test_zero_shot_with_the_same_labels_for_all(multi_label: bool, nli: Path, brimful: Brimful, tmp_path: Path) -> None:
     labels, more = GOOD[:2] + BAD[:2], ["--multi-label", "--threshold", "0.3"] if multi_label else []

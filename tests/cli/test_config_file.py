@@ -83,6 +83,7 @@ def test_what_yaml_makes_of_values_is_put_right(text: str, changes: dict[str, An
     assert parse_options("train", [*WORDS, "--config", put(tmp_path, "c.yaml", text)]) == options(**changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text", "said", "hint"),
     [

@@ -85,6 +85,7 @@ def test_it_is_json_both_ways(files: Files) -> None:
     assert "output" not in found.options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["trace.json", "deep/trace.json.gz"])
 def test_the_trace_holds_the_steps(name: str, files: Files, tmp_path: Path) -> None:
     profile(files, trace=tmp_path / name)

@@ -282,6 +282,7 @@ def test_a_label_map_in_a_file(brimful: Brimful, tmp_path: Path) -> None:
 # Tasks
 
 
+@pytest.mark.slow
 def test_it_learns(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     data = write_reviews(tmp_path / "d.csv", 200)
     words = train_words(data, files.base, tmp_path / "run", "--learning-rate", 3e-3, "--lr-scheduler-type", "constant")

@@ -179,6 +179,7 @@ def test_evaluations_are_compared_too(tmp_path: Path) -> None:
     assert "What was evaluated" in Page(comparison_page(found)).text
 
 
+@pytest.mark.slow
 def test_the_command_without_torch(tmp_path: Path) -> None:
     folders = [str(write_side(tmp_path / name)) for name in ("first", "other")]
     page = tmp_path / "page.html"

@@ -157,6 +157,7 @@ def iter_texts() -> Iterator[str]:
     yield from TEXTS
 
 
+@pytest.mark.slow
 def test_where_texts_are_cut(both: Make, recwarn: pytest.WarningsRecorder) -> None:
     ours, theirs = both("classes")
     long = " ".join(OTHER * 8)
@@ -177,6 +178,7 @@ def test_where_texts_are_cut(both: Make, recwarn: pytest.WarningsRecorder) -> No
 LABELS = ["good", "bad", "a story"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["nli", "nli first"])
 def test_zero_shot(both: Make, name: str) -> None:
@@ -367,6 +369,7 @@ def test_a_model_that_was_changed_in_memory_answers_as_it_is(
     same(ours(TEXTS, top_k=None), expected(TEXTS, top_k=None))
 
 
+@pytest.mark.slow
 def test_a_model_in_memory_keeps_its_weights_of_now(models: dict[str, Path]) -> None:
     given = {"tokenizer": AutoTokenizer.from_pretrained(models["classes"]), "device": "cpu"}
     model = AutoModelForSequenceClassification.from_pretrained(models["classes"])

@@ -52,6 +52,7 @@ def fitted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> brimful.Text
 # --- what it learns and answers --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_learns_and_answers_as_the_functions_of_the_library(fitted: brimful.TextClassifier, tmp_path: Path) -> None:
     assert fitted.classes_.tolist() == ["bad", "good"]
     assert fitted.score(TEXTS, LABELS) == accuracy_score(LABELS, fitted.predict(TEXTS)) > 0.9
@@ -68,6 +69,7 @@ def test_it_learns_and_answers_as_the_functions_of_the_library(fitted: brimful.T
     assert run.steps == fitted.run_.steps == 40
 
 
+@pytest.mark.slow
 def test_several_labels_by_the_names_of_columns(base: Path) -> None:
     flags = pd.DataFrame({"dull": np.arange(40) % 2 == 0, "long": np.arange(40) % 3 == 0}).astype(int)
     found = make(base, max_steps=2).fit(pd.DataFrame({"review": TEXTS}), flags)
@@ -111,6 +113,7 @@ def test_a_weight_of_0_is_a_row_that_is_not_there(base: Path) -> None:
     assert one.predict_proba(TEXTS) == pytest.approx(alike.predict_proba(TEXTS), rel=1e-5)  # all weigh alike
 
 
+@pytest.mark.slow
 def test_a_class_of_weight_0_is_rows_that_are_not_there(base: Path) -> None:
     y = np.arange(40) % 3
     made = {"max_steps": 3, "class_weight": {0: 0, 1: 1, 2: 2}}

@@ -78,6 +78,7 @@ def seed() -> None:
     torch.manual_seed(3)
 
 
+@pytest.mark.slow
 def test_training_and_answering_leave_the_process_as_it_was(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
     texts, labels = [review(bool(i % 2), i) for i in range(20)], [i % 2 for i in range(20)]

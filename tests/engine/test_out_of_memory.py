@@ -181,6 +181,7 @@ def _points(number: int, of: int) -> Iterator[int]:
     return (1 + round(index * (of - 1) / (number - 1)) for index in range(number))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_wherever_memory_runs_out_the_run_is_one_that_had_the_smaller_budget(kind: str) -> None:
@@ -206,6 +207,7 @@ def test_wherever_memory_runs_out_the_run_is_one_that_had_the_smaller_budget(kin
     assert len(expected) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["eager", "captured"])
 def test_another_split_learns_the_same(kind: str) -> None:

@@ -47,6 +47,7 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_many_positions(save_classifier(tmp_path_factory.mktemp("long"), ["bad", "good"], "modernbert"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["auto", "off"])
 def test_long_texts_are_answered_as_the_pipeline_does(long_model: Path, packing: str) -> None:
     texts = [" ".join((OTHER + GOOD) * times) for times in (60, 1, 40, 2, 28)]
@@ -126,6 +127,7 @@ def test_lengths_of_training_are_those_of_use(trained: tuple[Path, list[tuple[st
     same_objects(found, plain([" ".join([text, text]) for text in texts[:3]], truncation=True))
 
 
+@pytest.mark.slow
 def test_columns_of_training_are_those_of_use(trained: tuple[Path, list[tuple[str, str]]], tmp_path: Path) -> None:
     """By name, `text` would be read: a column that was there in training, and was not the text."""
     run, rows = trained

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import pytest
+
 from commands import Brimful, Files, Said, train_words
 from tiny_files import review, write_csv
 
@@ -21,6 +23,7 @@ def trained(
     return said
 
 
+@pytest.mark.slow
 def test_a_pair_model_keeps_what_it_was_trained_on(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     """Its longest sequence and its pairs, in use and on its card; short as the run was, it says how it went."""
     run, rows = tmp_path / "run", [(text, TEXTS[-i], ("no", "yes")[i % 2]) for i, text in enumerate(TEXTS)]

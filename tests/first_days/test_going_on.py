@@ -20,6 +20,7 @@ def weights(folder: Path) -> str:
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_more_epochs_on_a_finished_run(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     """At a constant learning rate the model is that of a run that was as long from the beginning."""
     words = [*train_words(files.reviews, files.base, tmp_path / "run"), "--lr-scheduler-type", "constant"]
@@ -57,6 +58,7 @@ def test_a_transform_is_tried_before_a_folder_is_made(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("more", [(), ("--resume",)])
 def test_a_transform_that_fails_later_leaves_the_folder_free(

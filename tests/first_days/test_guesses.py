@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import pytest
+
 from commands import Brimful, Files, Said, train_words
 from tiny_files import review, save_classifier, write_csv, write_reviews
 
@@ -92,6 +94,7 @@ def test_lists_that_are_taken_for_classes(brimful: Brimful, files: Files, tmp_pa
     assert "look like lists" not in plan(brimful, files, places).err
 
 
+@pytest.mark.slow
 def test_decimal_commas_are_no_lists(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     numbers = reviews(tmp_path / "rows.csv", [f"{5 + n % 4},{n % 3}0" for n in range(60)])
     said = plan(brimful, files, numbers).err

@@ -42,6 +42,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 def test_all_forms_train_the_same_model(files: Files, tmp_path: Path) -> None:
     """Class ids of a Dataset are their names, as those of its files are."""
     runs = {
@@ -134,6 +135,7 @@ def test_answers_in_memory_are_evaluated_as_those_of_a_file(files: Files, tmp_pa
         brimful.evaluate(FORMS["pandas"][["text"]])
 
 
+@pytest.mark.slow
 def test_pairs_are_classified_as_pairs_whatever_the_model_was_trained_on(files: Files, tmp_path: Path) -> None:
     """As --pair-column of the command line does. Of a table the model's training decides, and says so."""
     model = tmp_path / "model"
@@ -184,6 +186,7 @@ def test_a_frame_of_no_known_kind(files: Files) -> None:
     assert caught.value.hint == "it can be pandas, polars, datasets, arrow, list"
 
 
+@pytest.mark.slow
 def test_profile_and_evaluate_take_them_too(files: Files) -> None:
     assert brimful.profile(FORMS["pandas"], model=files.classifier, steps=1).steps == 1
     scored = [brimful.evaluate(files.classifier, FORMS[name], verify=0).metrics for name in ("pandas", "arrow")]

@@ -64,6 +64,7 @@ def test_mistakes_are_answered_before_torch_is_imported(files: Files, tmp_path: 
         assert said in without_torch(words, tmp_path)
 
 
+@pytest.mark.slow
 def test_mistakes_in_options_and_rows_are_answered_before_torch_is_imported(files: Files, tmp_path: Path) -> None:
     """Guesses that led to a mistake in the rows are said before it."""
     unlabelled = write_csv(tmp_path / "texts.csv", ("text",), [["a film"], ["a story"]])
@@ -89,6 +90,7 @@ def test_mistakes_in_options_and_rows_are_answered_before_torch_is_imported(file
         assert all(part in said for part in parts if part not in ("train", "classify")), said
 
 
+@pytest.mark.slow
 def test_answers_in_a_file_are_scored_without_torch(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     assert brimful("classify", files.classifier, files.reviews, "-o", tmp_path / "out.csv", "--verify", 0).code == 0
     said = without_torch(["evaluate", "out.csv", "--report", "page.html"], tmp_path, 0)

@@ -39,6 +39,7 @@ print(kept, within - held_bytes())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc's allocator alone has the switch")
 def test_what_is_freed_is_kept_within_and_given_back_afterwards() -> None:
     """73 MiB a step, 18,688 pages: none is a fault once they are there, and they go back to the system at the end."""

@@ -67,6 +67,7 @@ def test_answers_are_those_of_the_pipeline(case: str, tmp_path: Path) -> None:
         torch.testing.assert_close(scores(ours(TEXTS, **asked)), scores(stock(TEXTS, **asked)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [name for name in CASES if "no token" in name or "tuple" in name])
 @pytest.mark.filterwarnings("ignore")
 def test_it_is_trained(case: str, tmp_path: Path) -> None:

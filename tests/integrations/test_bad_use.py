@@ -66,6 +66,7 @@ def refused(message: str, use: Callable[[], Any]) -> None:
     assert found.value.hint
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_a_model_that_is_wrapped_already(kind: str, tmp_path: Path) -> None:
@@ -76,6 +77,7 @@ def test_a_model_that_is_wrapped_already(kind: str, tmp_path: Path) -> None:
     refused(f"the model is wrapped in {kind} already", lambda: brimful.packed(wrapped))
 
 
+@pytest.mark.slow
 def test_a_packed_model_is_no_wrapped_one(tmp_path: Path) -> None:
     """A step and Trainer train it by their own step, and it is packed again afterwards."""
     model = brimful.packed(FAMILIES["bert"].model().train())

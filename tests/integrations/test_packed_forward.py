@@ -97,6 +97,7 @@ def test_positions_that_are_given(family: str) -> None:
     assert_same(model, batch | {"position_ids": (torch.arange(length) * 2 % 50 + 2)[None]})
 
 
+@pytest.mark.slow
 def test_calls_whose_answer_no_packed_row_gives_run_plain() -> None:
     model = FAMILIES["bert"].model().train()
     batch = batch_of(model, LABELS["single_label_classification"])
@@ -183,6 +184,7 @@ def test_copies_and_files(tmp_path: Path) -> None:
     assert torch.equal(torch.load(file, weights_only=False)(**batch).logits, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("first", ["packed", "peft"])
 def test_adapters(first: str) -> None:
@@ -211,6 +213,7 @@ def test_adapters(first: str) -> None:
     assert difference(ours(**batch).loss, plain(**batch).loss) < MODEL_FP32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_an_accelerate_loop(mixed_precision: str) -> None:
     from accelerate import Accelerator
@@ -257,6 +260,7 @@ def test_layers_that_are_recomputed() -> None:
         assert ours.eval()(**batch, output_attentions=True).attentions is not None
 
 
+@pytest.mark.slow
 def test_a_compiled_model_calls_it() -> None:
     model = brimful.packed(FAMILIES["bert"].model()).eval()
     batch = batch_of(model)

@@ -80,6 +80,7 @@ def learn(model: Any, batches: list[dict[str, Tensor]], accumulation: int = 1) -
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(("family", "accumulation"), [("bert", 1), ("bert", 3), ("modernbert-mean", 1), ("qwen3", 1)])
 def test_a_loop_learns_the_same(family: str, accumulation: int) -> None:
@@ -146,6 +147,7 @@ def test_a_loss_of_the_loops_own() -> None:
     assert difference(gradient(ours), gradient(plain)) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_answers(mode: Callable[[], Any]) -> None:
     """Also between a call and its backward pass, which they leave as it was."""
@@ -233,6 +235,7 @@ def test_graphs_that_compute_something_else_are_not_used(learns: bool, monkeypat
     assert captured(ours) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [2.0, math.nan])
 def test_gradients_that_are_wrong_are_found(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, _ = both()
@@ -258,6 +261,7 @@ def test_a_capture_that_is_refused(recorders: list[CpuRecorder], monkeypatch: py
     assert difference(gradient(ours), gradient(plain)) < 1e-6
 
 
+@pytest.mark.slow
 def test_autocast_and_labels_of_other_kinds_have_graphs_of_their_own() -> None:
     ours, plain = both(problem_type="regression")
     batch = batch_of(ours, BATCHES[0]) | {"labels": torch.linspace(-1, 1, 15).view(5, 3)}
@@ -281,6 +285,7 @@ def same(ours: Any, plain: Any, batch: dict[str, Tensor], *, by_graphs: int) -> 
     assert captured(ours) - before == by_graphs
 
 
+@pytest.mark.slow
 def test_adapters_that_are_turned_off_or_merged() -> None:
     ours, plain = both()
     config = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"], init_lora_weights=False)

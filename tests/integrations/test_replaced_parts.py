@@ -175,6 +175,7 @@ def cut_gradients(model: Any) -> None:
     model.head.dense.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("change", [attend_eagerly, pool_by_means, cut_gradients])
 def test_changes_that_our_step_follows(change: Callable[[Any], None], tmp_path: Path, tokenizer: Any) -> None:

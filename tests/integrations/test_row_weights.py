@@ -79,6 +79,7 @@ def test_a_row_of_weight_two_is_two_rows() -> None:
     assert difference(learned[1], learned[0]) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("given", "message"),

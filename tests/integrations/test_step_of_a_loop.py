@@ -128,6 +128,7 @@ def test_weights_that_are_released_and_frozen_midway() -> None:
     assert difference(weights(step.release()), weights(plain)) < 1e-4
 
 
+@pytest.mark.slow
 def test_weights_that_are_frozen_midway_are_in_the_state() -> None:
     """Those that were trained before: of a fresh model a resumed loop would have others. The rest is the model's."""
     start = FAMILIES["bert"].model().train()
@@ -215,6 +216,7 @@ def test_an_optimizer_by_name() -> None:
         brimful.Step(model, "sgd", **SETTINGS)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("given", [[0.5, 2.0, 1.0], torch.tensor([0.5, 2.0, 1.0]), {"LABEL_0": 0.5, "LABEL_1": 2.0}])
 def test_weights_of_labels(given: Any) -> None:

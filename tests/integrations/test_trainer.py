@@ -160,6 +160,7 @@ def test_an_adapter(tmp_path: Path, tokenizer: Any) -> None:
     assert_same_history(*runs)
 
 
+@pytest.mark.slow
 def test_a_packed_model_in_bf16(tmp_path: Path, tokenizer: Any) -> None:
     """Accelerate wraps the packed forward; both are there again afterwards."""
     model = brimful.packed(FAMILIES["bert"].model())
@@ -193,6 +194,7 @@ def test_callbacks_see_gradients_and_a_model_that_runs(tmp_path: Path, tokenizer
     assert seen[0].losses == pytest.approx(seen[1].losses, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_it_resumes_bit_for_bit(tmp_path: Path, tokenizer: Any) -> None:
     """With dropout on; from a checkpoint whose files are those of transformers' Trainer."""
     model = FAMILIES["bert"].model(dropout=0.2)

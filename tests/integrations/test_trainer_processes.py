@@ -59,6 +59,7 @@ def in_two(folder: Path, work: Any) -> list[dict[str, Any]]:
     return Forked(folder, 2, forked).results()
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_batch(tmp_path: Path, tokenizer: Any) -> None:  # noqa: F811
     """2 processes x 2 micro-batches x 4 rows are 16."""
     data, collator = dataset_of(32, seed=3), DataCollatorWithPadding(tokenizer)
@@ -73,6 +74,7 @@ def test_two_processes_are_one_batch(tmp_path: Path, tokenizer: Any) -> None:  #
     assert ours[0]["losses"] == pytest.approx(found(stock)["losses"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_masks_of_dropout_are_each_process_own(tmp_path: Path, tokenizer: Any) -> None:  # noqa: F811
     """All rows are one: were masks the same, the loss would be that of one process."""
     data, collator = dataset_of(1, seed=3).select([0] * 16), DataCollatorWithPadding(tokenizer)
@@ -81,6 +83,7 @@ def test_masks_of_dropout_are_each_process_own(tmp_path: Path, tokenizer: Any) -
     assert two[0]["losses"][0] != pytest.approx(found(one)["losses"][0], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_one_process_that_cannot_takes_all_with_it(tmp_path: Path, tokenizer: Any) -> None:  # noqa: F811
     """In the second update, batches of one process have no mask: both take Trainer's own step, and none waits."""
     data, padded = dataset_of(32, seed=3), DataCollatorWithPadding(tokenizer)

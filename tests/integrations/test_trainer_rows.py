@@ -48,6 +48,7 @@ def uneven(kind: type[Any]) -> type[Any]:
     return Uneven
 
 
+@pytest.mark.slow
 def test_a_step_that_is_made_at_a_ragged_end_takes_whole_batches(tmp_path: Path, tokenizer: Any) -> None:
     runs = [
         trained(
@@ -77,6 +78,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_one_that_was_not_interrupted(case: str, tmp_path: Path, tokenizer: Any) -> None:

@@ -72,6 +72,7 @@ def both(tmp_path: Path, tokenizer: Any, callbacks: Any = list, **changes: Any) 
     return ours, stock, steps.found
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes", [{}, {"max_grad_norm": 0.0, "optim": "adamw_torch"}], ids=["clipped", "not clipped"]
@@ -94,6 +95,7 @@ def test_it_logs_and_learns_what_transformers_trainer_does(changes: Any, tmp_pat
     assert_same_history(ours, stock, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_accumulation_is_that_of_one_batch(tmp_path: Path, tokenizer: Any) -> None:
     model, steps = FAMILIES["bert"].model(), _Steps()
     stock = trained(transformers.Trainer, model, tmp_path / "8", tokenizer, per_device_train_batch_size=8, **CHANGES)
@@ -139,6 +141,7 @@ class _Decays(transformers.TrainerCallback):  # type: ignore[misc]
             optimizer.param_groups[1]["lr"] *= 10
 
 
+@pytest.mark.slow
 def test_changed_groups_are_followed(tmp_path: Path, tokenizer: Any) -> None:
     ours, stock, within = both(tmp_path, tokenizer, lambda: [_Decays()])
     assert within == [True, True, False, False, False, False]
@@ -169,6 +172,7 @@ def test_an_optimizer_of_the_users_updates_by_itself(tmp_path: Path, tokenizer: 
     assert not any(steps.found)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of the interpreter
 def test_a_step_that_is_not_finite_is_left_out_and_said(tmp_path: Path, tokenizer: Any) -> None:
     rows = dataset_of(labels="regression").to_dict()

@@ -54,6 +54,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model" / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "packing", "limit"),
@@ -93,6 +94,7 @@ def test_a_run_learns_the_same_bit_for_bit(
 TOLD = [name for name in FAMILIES if has_form(FAMILIES[name].configuration())]
 
 
+@pytest.mark.slow
 def test_a_layer_whose_call_is_a_checkpoint_itself_is_recomputed_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +178,7 @@ def kept_bytes(step: brimful.Step, rows: list[dict[str, Any]]) -> int:
     return sum(num_bytes for place, num_bytes in storages.items() if place not in weights)
 
 
+@pytest.mark.slow
 def test_less_is_kept_and_release_undoes_it() -> None:
     draw = np.random.default_rng(0)
     rows = [{"input_ids": draw.integers(5, 40, 30), "labels": 0} for _ in range(8)]

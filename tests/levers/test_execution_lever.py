@@ -49,6 +49,7 @@ def test_why_a_forward_pass_is_not_captured(device: str, packed: bool, function:
         ExecutionMode.choose(assembly_of(model, execution="captured", **settings))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(("num_tokens", "value"), [(1000, "captured"), (10**14, "compiled")])
 @pytest.mark.parametrize("training", [False, True])
@@ -86,6 +87,7 @@ def test_rows_of_several_lengths_take_longer_to_compile(
     assert ExecutionMode.choose(assembly).value == value
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(("make", "value"), [(t5, "compiled"), (longformer, "captured")])
 @pytest.mark.parametrize("training", [False, True])
@@ -146,6 +148,7 @@ def test_parts_of_padded_layers_are_ours_where_that_pays(share: float, are_ours:
     assert all((layer._compiled_call_impl is not None) == are_ours for layer in model.bert.encoder.layer)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "share", "value"), [("bert", 0.9, "captured"), ("bert", 1.1, "compiled"), ("funnel", 1e6, "captured")]
@@ -210,6 +213,7 @@ def test_weights_in_parts_are_not_compiled_and_nothing_is_traced(monkeypatch: py
     assert fusible_of_step(assembly) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operators", "compile_s", "value"), [(200, 40, "compiled"), (300, 100, "compiled"), (400, 200, "captured")]
 )

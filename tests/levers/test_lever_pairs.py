@@ -66,6 +66,7 @@ def plain(**learns: Any) -> tuple[list[float], torch.Tensor]:
     return losses, learned(step.execution.model)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(("one", "other"), list(pairs()))
 def test_two_levers(one: str, other: str) -> None:

@@ -75,6 +75,7 @@ def by_trainer(name: str, model: nn.Module, optim_args: str | None = None) -> to
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [*(installed(name) for name in IN_32_BITS), "rmsprop alpha=0.9", "sgd momentum=0.9"])
 def test_ten_steps_are_those_of_trainers_optimizer(asked: str) -> None:
     name, _, given = asked.partition(" ")
@@ -94,6 +95,7 @@ def learned(model: nn.Module) -> torch.Tensor:
     return torch.cat([weight.flatten() for weight in weights])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("name", [installed(name) for name in OPTIMIZERS])
 def test_a_continued_run_is_bit_equal(name: str) -> None:

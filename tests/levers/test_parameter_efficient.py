@@ -139,6 +139,7 @@ def logits_of(model: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 def test_model_holds_the_adapter_as_peft_reads_it(folder: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
@@ -203,6 +204,7 @@ def test_a_merged_model_is_told(folder: Path) -> None:
     assert f"{folder}/plain/model (the adapter is merged: a plain model)" in said.err
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_an_adapter(folder: Path) -> None:
     done = call("classify", folder / "run" / "model", folder / "rows.jsonl", "--limit", 3)
     assert done.code == 0, done.err

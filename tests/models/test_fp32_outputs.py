@@ -35,6 +35,7 @@ def answers(model: Path, **options: Any) -> np.ndarray:
         return np.array([each["score"] for each in classify(TEXTS)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["auto", "off"])
 def test_bf16_answers_what_fp32_does(model: Path, packing: str) -> None:
     plain, halved = answers(model, precision="fp32"), answers(model, precision="bf16", packing=packing)

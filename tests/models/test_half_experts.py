@@ -136,6 +136,7 @@ class _Grouped(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["gpt_oss", "jamba"])
 def test_what_the_host_reads_is_found_expert_by_expert(kind: str) -> None:

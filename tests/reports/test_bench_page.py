@@ -21,6 +21,7 @@ from pages import Page
 HOSTILE = "</script><script>alert('x')</script>\x1b[31m \u202e& | model"
 
 
+@pytest.mark.slow
 def test_everything_of_a_bench_is_on_its_page() -> None:
     bench = guide_bench(HOSTILE, data=HOSTILE)
     document = bench_page(bench)
@@ -176,6 +177,7 @@ def _on_cpu(bench: Bench, num_threads: int | None, *rows: BenchRow) -> Bench:
     return replace(bench, workload=work, rows=rows or bench.rows)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("num_threads", "said"), [(1, "1 thread of 2 cores"), (4, "4 threads of 2 cores"), (None, "2 cores")]
@@ -207,6 +209,7 @@ def test_memory_that_is_unknown_is_no_zero() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("model", "title"),

@@ -54,6 +54,7 @@ def test_the_page_of_a_run(records: tuple[RunReport, Evaluation]) -> None:
     assert ("those of all are in run.json" in page.text) == (len(records[0].run.labels.names[0]) > 200)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 def test_the_page_of_an_evaluation(records: tuple[RunReport, Evaluation]) -> None:
     page = checked(evaluation_page(records[1]))
@@ -61,6 +62,7 @@ def test_the_page_of_an_evaluation(records: tuple[RunReport, Evaluation]) -> Non
     assert "all of it is in evaluation.json" in page.text
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 def test_the_page_of_a_classification(records: tuple[RunReport, Evaluation]) -> None:
     names = records[0].run.labels.names

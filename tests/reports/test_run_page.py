@@ -101,6 +101,7 @@ def write_run(folder: Path, run: Run, evaluation: Evaluation | None, num_events:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("number", [5, 1000])
 def test_everything_of_a_finished_run_is_on_its_page(tmp_path: Path, number: int) -> None:
@@ -133,6 +134,7 @@ def test_everything_of_a_finished_run_is_on_its_page(tmp_path: Path, number: int
     assert "The 30 most frequent of 1,000" in page.text or number == 5
 
 
+@pytest.mark.slow
 def test_a_run_under_way_has_what_there_is(tmp_path: Path) -> None:
     run, _ = record(5)
     begun = replace(run, status="running", peak_bytes=PeakMemory(), phases_s={}, samples_per_s=None, tokens_per_s=None)
@@ -354,6 +356,7 @@ def test_mistakes_are_one_line(
     assert caught.value.hint
 
 
+@pytest.mark.slow
 def test_a_real_run_by_the_command_line_and_without_torch(tmp_path: Path) -> None:
     base, rows = save_base(tmp_path / "base"), write_reviews(tmp_path / "reviews.csv")
     page = tmp_path / "run" / "page.html"  # in a folder that the run makes

@@ -51,6 +51,7 @@ def first_step(cache: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 def test_training_is_the_same_with_and_without(fused: bool) -> None:
     optimizer = Optimizer(value="adamw_torch", weight_decay=0.1, fused=fused)

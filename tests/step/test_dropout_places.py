@@ -207,6 +207,7 @@ def test_so_does_one_whose_layers_are_not_compiled(our_attention: None) -> None:
     assert difference(*found) < 1e-5
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_does(our_attention: None, tmp_path: Path) -> None:
     def work(place: Place) -> Tensor:
         torch.set_num_threads(1)

@@ -80,6 +80,7 @@ def learned(
     return [(each.loss, each.grad_norm) for each in told], weights, sum(each is not None for each in covered)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "recomputed", "num_layers"), [("llama", False, 6), ("llama", True, 3), ("bert", False, 2)]

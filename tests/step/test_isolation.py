@@ -70,6 +70,7 @@ def check_same(found: Course, expected: Course) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("make", [as_it_is, fused])
 def test_models_in_turns_do_what_each_does_alone(make: Callable[..., Step], our_attention: None) -> None:
@@ -111,6 +112,7 @@ def drawn() -> list[Any]:
     return [torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()]
 
 
+@pytest.mark.slow
 def test_the_users_random_streams_are_untouched() -> None:
     model = FAMILIES["bert"].model(dropout=0.3).train()
     step = make_step(model)
@@ -143,6 +145,7 @@ def checkpointed(model: Any, *, reentrant: bool) -> None:
     enable({"use_reentrant": reentrant})
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "is_compiled", "short", "reentrant"),
@@ -170,6 +173,7 @@ def test_a_recomputed_layer_has_the_same_gradient(
 
 
 # Triton's interpreter multiplies the bits of bf16 as if they were numbers: compiled layers are compared in fp32 here.
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("is_compiled", "precision"), [(False, "fp32"), (False, "bf16"), (False, "fp16"), (True, "fp32")]

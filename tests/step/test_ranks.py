@@ -206,6 +206,7 @@ def part_of(
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("count", [4, 3, 2])
 def test_several_processes_learn_what_one_does(count: int, tmp_path: Path) -> None:
@@ -228,6 +229,7 @@ def test_several_processes_learn_what_one_does(count: int, tmp_path: Path) -> No
             assert np.array_equal(each["weights"], found[0][number]["weights"])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("count", [3, 2])
 def test_copies_of_weights_in_parts_are_what_is_sent(count: int, tmp_path: Path) -> None:
@@ -273,6 +275,7 @@ def test_copies_of_weights_in_parts_are_what_is_sent(count: int, tmp_path: Path)
                 assert difference(copied["weights"], sent["weights"]) < (1e-4 if case.bf16 else STEP_FP64), case
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("count", [3, 2])
 def test_rows_of_tables_are_read_where_they_are(count: int, tmp_path: Path) -> None:
@@ -310,6 +313,7 @@ def test_rows_of_tables_are_read_where_they_are(count: int, tmp_path: Path) -> N
             np.testing.assert_allclose(found["told"], alone["told"], rtol=max(1e-9, tolerance))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 def test_an_evaluation_brings_nothing_to_the_next_step(tmp_path: Path) -> None:
     """torch would bring its last layers back: the order of its forward pass had no backward pass to follow it."""

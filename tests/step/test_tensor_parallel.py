@@ -112,6 +112,7 @@ def trained(ranks: Ranks, case: Case) -> dict[str, Any]:
     return {"weights": weights, "states": kept, "told": [(o.loss, o.grad_norm, o.num_samples) for o in outcomes]}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("count", [4, 2])
 def test_processes_with_weights_together_learn_what_one_does(count: int, tmp_path: Path) -> None:
@@ -132,6 +133,7 @@ def test_processes_with_weights_together_learn_what_one_does(count: int, tmp_pat
             assert each["states"] < 0.6 * expected["states"] or not case.adamw
 
 
+@pytest.mark.slow
 def test_cut_layers_are_compared_with_whole_ones(tmp_path: Path) -> None:
     """A plan that leaves out sums of gradients, or cuts what is norms' to see whole, is found in all processes."""
 

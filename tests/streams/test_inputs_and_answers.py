@@ -83,6 +83,7 @@ def forward_of(kind: str, model: Any) -> Forward:
     return PaddedForward(PaddedModel(model), PRECISION, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", [False, True], ids=["all there", "streamed"])
 @pytest.mark.parametrize("kind", ["packed", "padded"])
 def test_windows(gpu: PretendGpu, kind: str, streams: bool) -> None:

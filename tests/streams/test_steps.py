@@ -81,6 +81,7 @@ def test_streamed_weights(gpu: PretendGpu, stored: str, depth: int, in_backward:
     course(step_of(model, 0.0 if in_backward else 0.1, optimizer=optimizer))
 
 
+@pytest.mark.slow
 def test_offloaded_activations(gpu: PretendGpu) -> None:
     model = FAMILIES["bert"].model(num_hidden_layers=5, dropout=0.1).train().to(GPU)
     layers: Any = layers_of(model)
@@ -88,6 +89,7 @@ def test_offloaded_activations(gpu: PretendGpu) -> None:
     course(step_of(model))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("in_backward", [False, True], ids=["after", "in backward"])
 @pytest.mark.parametrize("on_host", [False, True], ids=["here", "on host"])

@@ -17,6 +17,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
     return tmp_path if request.param == "disk" else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changed_in", ["forward", "backward"])
 @pytest.mark.parametrize("depth", [3, 5])
 def test_turns(gpu: PretendGpu, depth: int, changed_in: str, folder: Path | None) -> None:

@@ -58,6 +58,7 @@ def _several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduction, "StreamClock", None)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("sharding", "half"), [("none", False), ("none", True), ("states", False), ("gradients", False)]

@@ -129,6 +129,7 @@ def test_a_row_of_a_thousand_labels_takes_what_its_own_take(run: Callable[[Rows]
     assert grown(run, labelled(4500, kind), labelled(13500, kind)) < 9000 * 250
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("run", [constant, written])
 def test_what_reads_targets_makes_no_array_of_all(run: Callable[[LabelRows], None]) -> None:

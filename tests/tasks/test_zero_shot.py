@@ -53,6 +53,7 @@ class PlainNli:
         return torch.cat(logits).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("order", NLI)
 def test_objects_are_those_of_the_pipeline(order: str, tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def test_balanced_weights_count_a_row_as_often_as_its_weight(task: Any) -> None:
     assert one.class_weights_C == pytest.approx(other.class_weights_C, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_with_weights_is_a_run_with_repeated_rows(tmp_path: Path) -> None:
     """Whole numbers as weights, every row in each batch, and as many copies of the rows."""
     base, times = save_base(tmp_path / "base"), [1, 3, 2, 0, 1, 4]

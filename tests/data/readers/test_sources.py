@@ -717,6 +717,7 @@ def in_a_process(code: str, **environment: str) -> str:
 REFUSED = "try: read_rows({!r})\nexcept DataError as error: print(error, '|', error.hint)"
 
 
+@pytest.mark.slow
 def test_hub_name_without_a_network(tmp_path: Path) -> None:
     said = in_a_process(REFUSED.format("owner/reviews:train"), HF_HOME=str(tmp_path))
     assert said.count("\n") == 1
@@ -731,6 +732,7 @@ def test_hub_name_without_datasets(tmp_path: Path) -> None:
     assert "| pip install 'brimful[datasets]'; " in said
 
 
+@pytest.mark.slow
 def test_hub_name_from_the_cache(tmp_path: Path) -> None:
     """A data set that `datasets` has in its cache is read offline, ids as names."""
     folder = tmp_path / "datasets/owner___reviews/default/0.0.0/0123456789abcdef"

@@ -54,12 +54,14 @@ def check(tokenizer: Any, first: list[str], second: list[str] | None, max_length
     assert (found.ids.dtype, found.offsets.dtype) == (np.int32, np.int64)
 
 
+@pytest.mark.slow
 @given(st.lists(texts, min_size=1, max_size=6), st.integers(4, 40))
 @example([SPECIALS, "", " ", "a" * 300, "\u0000\ufffd\u202e", "e\u0301 é", "\ud7ff\U0010ffff"], 16)
 def test_texts(minilm: Any, first: list[str], max_length: int) -> None:
     check(minilm, first, None, max_length)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=6), st.integers(4, 40))
 @example([("a b c d e f g h", "i"), ("i", "a b c d e f g h"), ("", ""), ("", "x"), ("a b c d", "e f g h")], 7)
 @example([(SPECIALS, SPECIALS)], 20)

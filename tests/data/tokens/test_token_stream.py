@@ -198,6 +198,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_workers_end_with_their_parent(tmp_path: Path, end: signal.Signals) -> None:
@@ -232,6 +233,7 @@ def _runs(process_id: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_bytes", "device", "cores", "expected"),
     [

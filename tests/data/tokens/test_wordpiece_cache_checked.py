@@ -156,6 +156,7 @@ def nli(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("first", [True, False])
 def test_zero_shot(tmp_path: Path, request: pytest.FixtureRequest, first: bool) -> None:

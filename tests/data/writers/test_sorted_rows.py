@@ -48,6 +48,7 @@ def whole(found: SortedRows) -> tuple[list[int], pa.Table]:
     return [row for rows, _ in blocks for row in rows.tolist()], pa.concat_tables([table for _, table in blocks])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("most_held", [0, FEW_BYTES, sorted_rows._MOST_HELD])
 @given(num_rows=st.integers(1, 300), sizes=st.lists(st.integers(1, 90), min_size=1, max_size=5), seed=st.integers(0, 9))

@@ -116,6 +116,7 @@ def test_one_process_has_every_row_once(home: Path) -> None:
     assert "4 files by 1 process" in (home / "alone.log").read_text()
 
 
+@pytest.mark.slow
 def test_several_processes_share_the_files(home: Path, tmp_path: Path, start: Start) -> None:
     output = tmp_path / "results"
     workers = [start(words(home, output, 60.0)) for _ in range(3)]
@@ -141,6 +142,7 @@ def test_a_damaged_file_is_named_and_done_once_it_is_mended(home: Path, tmp_path
     assert results(output)["files"] == results(home / "alone" / "results")["files"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_file_that_is_broken_from_its_start_on(number: int, home: Path, tmp_path: Path, start: Start) -> None:
@@ -171,6 +173,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("event", ["after a part of a file was committed", "before its result is moved"])
 def test_a_killed_process(event: str, home: Path, tmp_path: Path, start: Start) -> None:

@@ -77,6 +77,7 @@ class Heard(Callbacks):
 # The pipeline for texts and pairs
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("head", HEADS)
 def test_answers_and_their_shapes_are_those_of_the_pipeline(head: str, tmp_path: Path) -> None:
@@ -137,6 +138,7 @@ def test_texts_of_one_length_share_a_batch_where_padding_changes_answers(
         np.testing.assert_allclose(found, whole, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("packing", ["auto", "off"])
 @pytest.mark.parametrize("model_type", ["bart", "t5"])
@@ -193,6 +195,7 @@ def test_token_types_that_a_model_embeds_as_words(config: Any, tmp_path: Path) -
             same_objects(classifier(texts, top_k=None), plain(texts, top_k=None, truncation=True, max_length=64))
 
 
+@pytest.mark.slow
 def test_more_texts_than_a_window_come_in_their_order(tmp_path: Path) -> None:
     model = save_classifier(tmp_path, ["a", "b", "c"])
     many = [f"{TEXTS[i % 20]} {GOOD[i % 5]}" for i in range(4096 + 900)]
@@ -311,6 +314,7 @@ def nasty_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tupl
         ours.close()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*cannot be encoded:UserWarning")
 @settings(max_examples=25)
 @given(texts=st.lists(st.text(st.characters(), max_size=80) | st.sampled_from(NASTY + LONE), min_size=1, max_size=6))
@@ -326,6 +330,7 @@ def test_any_string_has_the_pipelines_answer_and_what_cannot_be_encoded_has_none
         same_objects(ours(texts, top_k=None), [next(expected) if text in whole else [] for text in texts])
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(pairs=st.lists(st.tuples(st.text(max_size=60), st.text(max_size=60)), min_size=1, max_size=4))
 @example(pairs=list(zip(NASTY, NASTY[::-1], strict=True)))
@@ -390,6 +395,7 @@ def test_scores_that_are_not_finite_are_counted_aloud(tmp_path: Path) -> None:
 # Company
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("precision", list(NEIGHBOURS))
 @pytest.mark.parametrize("packing", ["auto", "off"])
@@ -563,6 +569,7 @@ def test_a_model_that_is_none(tmp_path: Path) -> None:
 # What runs is what was compared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_first_texts_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     """Admitted at load, and wrong from then on: the plain path answers, and it is said."""

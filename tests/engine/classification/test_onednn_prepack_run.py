@@ -39,6 +39,7 @@ def was_reordered(ours: brimful.Classifier) -> bool:
     return "weights" in {lever.name for lever in ours.recipe.levers}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "precision"),

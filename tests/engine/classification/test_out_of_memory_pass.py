@@ -71,6 +71,7 @@ def same_answers(one: pa.Table, other: pa.Table) -> None:
     assert np.allclose(one["score"], other["score"], atol=SCORE)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("packing", ["auto", "off"])
 def test_wherever_it_runs_out_the_answers_are_the_same(packing: str, files: Path, tmp_path: Path) -> None:

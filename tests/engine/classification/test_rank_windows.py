@@ -68,6 +68,7 @@ def counts(output: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
 def test_several_write_what_one_does(name: str, home: Path, tmp_path: Path) -> None:
@@ -95,6 +96,7 @@ def test_candidate_labels_of_each_row(tmp_path: Path) -> None:
     assert (tmp_path / "two.parquet").read_bytes() == (tmp_path / "one.parquet").read_bytes()
 
 
+@pytest.mark.slow
 def test_metrics_are_those_of_one_process(home: Path, tmp_path: Path) -> None:
     def words(output: str) -> list[str]:
         given = [str(home / "model"), str(home / "rows.parquet"), "--output", str(tmp_path / output)]
@@ -178,6 +180,7 @@ def test_what_several_processes_cannot_share(home: Path, tmp_path: Path) -> None
     assert given[0][1] == "2 processes share the rows, and no output is named"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("other", "codes", "said"),

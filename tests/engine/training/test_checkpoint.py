@@ -260,6 +260,7 @@ def test_a_damaged_file_is_named_and_passed_over(tmp_path: Path, name: str, dama
         load_checkpoint(file.parent)
 
 
+@pytest.mark.slow
 def test_no_byte_of_a_manifest_can_change_unseen(tmp_path: Path) -> None:
     save(tmp_path, 1)
     file = save(tmp_path, 2) / MANIFEST
@@ -674,6 +675,7 @@ def test_power_cut_at_every_operation(tmp_path: Path, name: str, monkeypatch: py
 FAILURES = [(errno.ENOSPC, DiskFullError), (errno.EIO, OutputError)]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(("number", "error"), FAILURES)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])

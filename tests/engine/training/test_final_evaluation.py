@@ -74,6 +74,7 @@ def values(record: Evaluation) -> dict[str, float | None]:
     return {name: metric.value for name, metric in record.metrics.items()}
 
 
+@pytest.mark.slow
 def test_it_is_that_of_the_saved_model_without_another_pass(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +104,7 @@ def test_it_is_that_of_the_saved_model_without_another_pass(
     assert right == pytest.approx(run.metrics["accuracy"])
 
 
+@pytest.mark.slow
 def test_of_the_best_model_where_it_is_not_the_last(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +134,7 @@ def test_of_the_best_model_where_it_is_not_the_last(
     assert record.baselines == ()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_makes_a_pass_where_it_has_no_scores(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +291,7 @@ def train_on_several_labels(model: Path, folder: Path, **options: Any) -> Run:
     return train(model, folder, **options)
 
 
+@pytest.mark.slow
 def test_all_is_the_same_where_answers_wait_in_a_file(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,6 +311,7 @@ def test_all_is_the_same_where_answers_wait_in_a_file(
     assert len(pq.read_table(files[0])) == 30
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_for_answers_costs_these_alone(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -264,6 +264,7 @@ def test_a_model_without_half_precision_runs_in_another(
     assert "--precision tf32" in str(refused.value.hint)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["blind to segments", "causal", "gradient of queries and keys lost"])
@@ -378,6 +379,7 @@ def test_a_model_that_is_not_finite_is_left_alone() -> None:
     assert "not finite" in str(found.reason)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_lost_gradient_that_is_small_is_found(precision: str) -> None:
     """One parameter's of many, which the whole gradient hardly shows."""
@@ -454,6 +456,7 @@ def test_the_plain_model_keeps_inputs_of_layers_alone_and_is_left_as_it_was() ->
 # --- memory that runs out ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"packing": "off", "precision": "bf16"}], ids=["packed", "padded in bf16"])
 def test_wherever_memory_runs_out_fewer_rows_are_compared_and_nothing_is_changed(options: dict[str, Any]) -> None:

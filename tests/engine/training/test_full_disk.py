@@ -168,6 +168,7 @@ def test_full_at_the_end(model: Path, rows: Path, alone: Path, disk: Callable[[s
     assert learned(output) == learned(alone)
 
 
+@pytest.mark.slow
 def test_the_best_model_that_could_not_be_saved(model: Path, rows: Path, disk: Callable[[str], Path]) -> None:
     """It is not there to be kept: of those that are, the best one is."""
     options = OPTIONS | {"metric_for_best_model": "loss", "learning_rate": 5e-2, "eval_steps": 1, "save_steps": 12}

@@ -147,6 +147,7 @@ def test_killed_and_stopped(sent: signal.Signals, rank: int, why: str, phase: st
     assert checkpoints(output)[-1] >= last
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("owner", "name", "phase"),
@@ -188,6 +189,7 @@ def test_one_that_only_is_slow_is_left_alone(files: Path, tmp_path: Path) -> Non
     assert Forked(tmp_path / "logs", 2, harms).results() == [0, 0]
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_in_one_process(files: Path, tmp_path: Path) -> None:
     """All lay batches out smaller; a process for which nothing smaller fits is named, and the steps so far are kept."""
 
@@ -216,6 +218,7 @@ def test_memory_that_runs_out_in_one_process(files: Path, tmp_path: Path) -> Non
     assert checkpoints(tmp_path / "three")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failure_in_an_evaluation(rank: int, files: Path, tmp_path: Path) -> None:
@@ -230,6 +233,7 @@ def test_a_failure_in_an_evaluation(rank: int, files: Path, tmp_path: Path) -> N
     assert "a bug" in both.said(0)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_one_that_follows(sent: signal.Signals, files: Path, tmp_path: Path) -> None:
@@ -241,6 +245,7 @@ def test_a_signal_to_one_that_follows(sent: signal.Signals, files: Path, tmp_pat
     assert checkpoints(tmp_path / "run")[-1] == steps(tmp_path / "run")[-1]["step"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_to_all(sent: signal.Signals, code: int, files: Path, tmp_path: Path) -> None:
@@ -296,6 +301,7 @@ def test_any_number_of_processes_goes_on(files: Path, tmp_path: Path) -> None:
         assert parts["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_was_due_when_a_signal_came(files: Path, tmp_path: Path) -> None:
     """It is made up for before the first step to come: other processes take part in it then, too."""
     output = tmp_path / "run"
@@ -319,6 +325,7 @@ def test_an_evaluation_that_was_due_when_a_signal_came(files: Path, tmp_path: Pa
     assert [found["step"] for found in events(output, "evaluated")] == [9, 12]
 
 
+@pytest.mark.slow
 def test_a_run_that_memory_ran_out_in_goes_on_in_smaller_micro_batches_of_all(files: Path, tmp_path: Path) -> None:
     """With parts of gradients, each micro-batch is summed: one process with other sizes would keep others waiting."""
     ask = words(files, tmp_path / "run", "--sharding", "gradients", "--lr-scheduler-type", "constant")

@@ -75,6 +75,7 @@ def test_the_row_is_named_on_the_terminal_and_in_the_record(
     assert all(torch.isfinite(weight).all() for weight in weights.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "sgd"])
 def test_it_is_never_applied(optim: str, poisoned: tuple[Path, Path], tmp_path: Path) -> None:
     """A run that ends with the bad batch has the weights and optimizer states of one that ends just before it."""

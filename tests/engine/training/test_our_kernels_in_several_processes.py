@@ -211,6 +211,7 @@ def test_gpus_that_turn_out_not_to_reach_one_another_send(
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("more", "least", "reads"),

@@ -92,6 +92,7 @@ def test_the_record_says_it_and_the_losses_are_those_of_any_run(
         assert difference(losses(folder), losses(whole[0])) <= 10 * RUN_LOSS_FP32
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_for_want_of_memory_goes_on_where_it_was(inputs: tuple[Path, Path], tmp_path: Path) -> None:
     """Two steps were in flight when memory was full; they count, and the one behind them was begun anew."""
     full = [False]

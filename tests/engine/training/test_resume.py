@@ -213,6 +213,7 @@ def test_stopped_in_the_middle_of_an_evaluation(
     assert learned(tmp_path / "run") == learned(undisturbed("epochs"))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(("wait_s", "passes", "step"), [(0.0, 10, 2), (60.0, 11, 3)])
 def test_a_long_step_is_left_undone(

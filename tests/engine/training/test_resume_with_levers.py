@@ -23,6 +23,7 @@ LEVERS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("levers", LEVERS, ids=lambda levers: next(iter(levers)))
 @pytest.mark.sampled
 def test_levers_of_memory_may_differ(levers: dict[str, Any], tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def wait_for(found: Callable[[], Any], processes: Forked) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_two_learn_what_one_does(files: Path, tmp_path: Path) -> None:
     """Losses, gradients, metrics; the first alone speaks. Resumed in another number of processes, the same again."""
     epochs = ("--num-train-epochs", "2")
@@ -149,6 +150,7 @@ def test_rows_of_all_processes_are_named(files: Path, tmp_path: Path, sharding: 
     assert sorted(row for _, row in skipped["rows"]) == [10, 21]
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_leader_stops_all(files: Path, tmp_path: Path) -> None:
     both = start(
         tmp_path / "logs", *words(files, tmp_path / "run", "--num-train-epochs", "500", "--save-steps", "9999")
@@ -162,6 +164,7 @@ def test_a_signal_to_the_leader_stops_all(files: Path, tmp_path: Path) -> None:
     assert "all is saved" in both.said(0)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("sharding", ["none", "parameters"])
 def test_a_process_that_is_gone_ends_the_others(files: Path, tmp_path: Path, sharding: str) -> None:
@@ -244,6 +247,7 @@ def test_more_gpus_than_there_are(files: Path, tmp_path: Path, capsys: pytest.Ca
     assert "--gpus 2 and --device cpu" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_profile_of_two_says_what_sums_take(files: Path, tmp_path: Path) -> None:
     """Of the part of one process, in parts that are those of one; the other one says nothing."""
     asked = words(files, tmp_path / "run", "--steps", "2")

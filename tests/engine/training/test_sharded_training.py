@@ -160,6 +160,7 @@ def test_what_cannot_be_cut_is_refused_and_not_chosen(files: Path, tmp_path: Pat
     assert run([*words(files, tmp_path / "alone", "--max-steps", "1"), "--sharding", "states"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("free_mib", "expected"), [(1000, "none"), (2.3, "states"), (1.5, "gradients"), (1.1, "parameters")]
@@ -184,6 +185,7 @@ def test_the_least_that_fits_is_chosen(
     assert "MiB" in found["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("sharding", ["none", "gradients"])
 def test_adapters_learn_what_one_process_learns(files: Path, tmp_path: Path, sharding: str) -> None:

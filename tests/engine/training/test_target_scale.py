@@ -66,6 +66,7 @@ def answers(model: Path, texts: list[str]) -> np.ndarray:
         return AutoModelForSequenceClassification.from_pretrained(model)(**batch).logits.numpy()
 
 
+@pytest.mark.slow
 def test_the_saved_model_answers_in_the_users_units(run: Path, data: Path) -> None:
     record = json.loads((run / "run.json").read_text())
     assert record["metrics"]["r2"] > 0.8, record["metrics"]

@@ -83,6 +83,7 @@ def test_the_saved_model_is_a_plain_one(files: Path, tmp_path: Path) -> None:
     assert torch.equal(model.model.embed_tokens.weight, before)
 
 
+@pytest.mark.slow
 def test_what_processes_cannot_have_together_is_refused(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

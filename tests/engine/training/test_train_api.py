@@ -58,6 +58,7 @@ def losses(folder: Path) -> np.ndarray:
     return np.array([event["loss"] for event in events(folder, "step")])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("task", TASKS)
 def test_levers_that_are_exact(task: str, plain_model: Path, data: dict[str, Path], tmp_path: Path) -> None:
@@ -108,6 +109,7 @@ def target(model: Any, row: dict[str, Any]) -> Any:
     return model.config.label2id[row["label"]] if isinstance(row["label"], str) else row["label"]
 
 
+@pytest.mark.slow
 def test_more_tasks_than_one_learn(plain_model: Path, data: dict[str, Path], tmp_path: Path) -> None:
     options = SIZES | {"max_steps": 60, "learning_rate": 1e-2}
     for task in ("single label", "regression"):
@@ -116,6 +118,7 @@ def test_more_tasks_than_one_learn(plain_model: Path, data: dict[str, Path], tmp
         assert found[-5:].mean() < 0.7 * found[:5].mean(), task
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_is_near(precision: str, plain_model: Path, data: dict[str, Path], tmp_path: Path) -> None:
@@ -132,6 +135,7 @@ def test_half_precision_is_near(precision: str, plain_model: Path, data: dict[st
     assert model.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_equal_seeds_equal_bits(model: Path, rows: Path, tmp_path: Path) -> None:
     for name, seed in (("one", 1), ("again", 1), ("other", 2)):
         brimful.train(rows, model=model, output=tmp_path / name, seed=seed, **SIZES)
@@ -183,6 +187,7 @@ def test_a_listener_hears_the_run(model: Path, rows: Path, tmp_path: Path) -> No
     assert (heard.steps, heard.evaluated_after) == ([1, 4, 8, 10], [7, 10])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("ends", [{"max_steps": 5}, {"max_steps": None, "num_train_epochs": 1.0}])
 def test_a_short_run_has_its_first_and_its_last_step_in_the_log(
@@ -216,6 +221,7 @@ def test_a_run_that_ends_early_has_its_last_step_in_the_log(model: Path, rows: P
     assert [line["step"] for line in events(tmp_path / "run", "step")] == [1, 4, 6]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_has_its_last_step_in_the_log_until_it_goes_on(
     model: Path, rows: Path, tmp_path: Path
 ) -> None:

@@ -97,6 +97,7 @@ def test_one_that_fails_is_named_once_and_gets_the_rest_later(
     assert [call["asked"]["id"] for call in pretended.calls("init")][-1] == (None if at == "init" else "id-1")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("at", ["init", "finish"])
 def test_one_that_hangs_is_waited_for_at_the_end_alone(
@@ -114,6 +115,7 @@ def test_one_that_hangs_is_waited_for_at_the_end_alone(
     assert pretended.calls("finish")[-1]["exit_code"] == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_the_same_run_there(
     pretended: Pretended, model: Path, rows: Path, tmp_path: Path
 ) -> None:

@@ -120,6 +120,7 @@ def test_the_plain_reference_is_the_formula(case: Case) -> None:
     assert difference(found, by_formula(*(x.detach() for x in qkv), case.segments, case.pattern)) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @given(case=cases())
 @settings(max_examples=100)
@@ -134,6 +135,7 @@ def test_grouped_is_the_plain_reference(dtype: torch.dtype, case: Case) -> None:
     assert difference(found_gradient, expected_gradient) < ATTENTION[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [3.0, math.nan, math.inf])
 @given(case=cases(), data=st.data())
 @settings(max_examples=40)

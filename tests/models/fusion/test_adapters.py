@@ -36,6 +36,7 @@ def adapted(family: str, targets: Any, **settings: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "targets", "precision"),
@@ -80,6 +81,7 @@ def test_an_adapter_of_other_rows_is_left_alone() -> None:
     assert fusion.fuse(graph_of(Other(), x, y)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(("family", "settings"), [("llama", {"lora_dropout": 0.1}), ("bert", {"lora_bias": True})])
 def test_other_adapters_run_as_they_are(family: str, settings: dict[str, Any]) -> None:
@@ -91,6 +93,7 @@ def test_other_adapters_run_as_they_are(family: str, settings: dict[str, Any]) -
     assert not all(covered)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("family", ["qwen3", "llama", "bert"])
 def test_inputs_of_frozen_products_are_not_kept(family: str) -> None:

@@ -98,6 +98,7 @@ def settings_of(family: str, num_layers: int = 1) -> dict[str, Any]:
     return WIDE | keys | {"num_hidden_layers": num_layers} | ({"embedding_size": 32} if family == "electra" else {})
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("family", ["bert", "roberta", "electra", "distilbert", "mpnet", "deberta-v2"])
 def test_a_fused_step_is_the_plain_one(family: str) -> None:
@@ -200,6 +201,7 @@ def test_each_weight_of_pre_norm_layers_is_read_once(family: str, monkeypatch: p
         assert [user.target in fusion._OURS for user in node.users] == [True]
 
 
+@pytest.mark.slow
 def test_masks_of_pre_norm_layers_repeat_and_are_those_of_their_seed() -> None:
     model = FAMILIES["modernbert"].model(dropout=0.3, num_hidden_layers=2, **WIDE)
     covered = compiled(model)
@@ -255,6 +257,7 @@ def test_nothing_reads_what_is_computed_beside_the_backward_pass(family: str) ->
     assert difference(found, wanted) < MODEL_FP32
 
 
+@pytest.mark.slow
 def test_evaluation_between_steps() -> None:
     """Without gradients and dropout the same layers run on the same kernels."""
     model = FAMILIES["bert"].model(dropout=0.3, **ONE_LAYER)
@@ -284,6 +287,7 @@ def test_frozen_parameters_get_no_gradient() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, frozen, strict=True))
 
 
+@pytest.mark.slow
 def test_other_layers_are_left_to_the_compiler() -> None:
     """Gemma's gains are learned as what is added to one, and its layers have norms behind what is added."""
     model = FAMILIES["gemma2"].model(num_key_value_heads=2, head_dim=16, **WIDE)

@@ -153,6 +153,7 @@ def compile_layers(model: Any) -> ShorteningBackend:
     return backend
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("family", ["bert", "distilbert", "electra", "roberta"])
 def test_last_layer_for_first_tokens(family: str) -> None:
@@ -172,6 +173,7 @@ def test_last_layer_for_first_tokens(family: str) -> None:
     assert torch.allclose(found[:5], expected[:5], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at inputs' gradients
 @pytest.mark.parametrize("family", ["bert", "distilbert"])
@@ -195,6 +197,7 @@ def test_training_with_a_last_layer_for_first_tokens(family: str) -> None:
         assert backend.pooled == (stance == "default")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_dropout_of_a_last_layer_for_first_tokens_is_that_of_its_seed() -> None:
     model: Any = FAMILIES["bert"].model(dropout=0.3, **ONE_LAYER)

@@ -106,6 +106,7 @@ KINDS: dict[str, tuple[tuple[Any, str], tuple[Any, str], dict[Way, tuple[int, in
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("family", list(KINDS))
 def test_the_gradient_is_the_same_and_no_more_is_computed_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +121,7 @@ def test_the_gradient_is_the_same_and_no_more_is_computed_again(family: str, mon
     assert kept.norm() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("family", list(KINDS))
 def test_what_is_kept_is_measured_on_fused_layers(family: str) -> None:

@@ -288,6 +288,7 @@ def test_layers_of_one_kind_alone_share_a_recording() -> None:
     assert len(forms) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["bert", "nystromformer", "convbert", "lilt", "xlnet"])
 def test_parts_of_layers_on_padded_rows_are_ours(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +315,7 @@ def test_parts_of_layers_on_padded_rows_are_ours(kind: str, monkeypatch: pytest.
     assert all(found)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("case", ["frozen", "elsewhere"])
 def test_padded_layers_with_frozen_or_shared_weights_run_as_they_are(

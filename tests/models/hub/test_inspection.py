@@ -486,6 +486,7 @@ def test_a_decoder_that_names_its_padding_keeps_it(make_model):
     assert load_tokenizer(inspect(make_model("llama", pad_token_id=0))).pad_token == "[PAD]"
 
 
+@pytest.mark.slow
 def test_tokenizers_that_are_refused(make_model, refused):
     folder = make_model()
     path = folder / "tokenizer.json"

@@ -53,6 +53,7 @@ def _said_by(code: str, *words: str) -> list[object]:
     return list(json.loads(done.stdout))
 
 
+@pytest.mark.slow
 def test_functions_are_imported_when_they_are_called() -> None:
     spared, found, equal, same = _said_by(_STAND_INS)
     assert spared == [False] * 2
@@ -61,6 +62,7 @@ def test_functions_are_imported_when_they_are_called() -> None:
     assert not same
 
 
+@pytest.mark.slow
 def test_others_import_the_modules_themselves(tmp_path: Path) -> None:
     """Submodules, stars and other names among them, transformers' own once a module is there, or where it asks more."""
     (tmp_path / "transformers").mkdir()

@@ -152,6 +152,7 @@ def compare_with_plain(plain: Any, family: Family, short: bool, tolerance: float
     assert difference(gradient(model), gradient(plain)) < tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "precision"),
@@ -247,6 +248,7 @@ def test_what_attention_forgets_is_found(
     assert ("kernel in fp32 is" if kernel_only else "packed logits differ from the plain ones by") in found.reason
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("kernel_only", [False, True], ids=["everywhere", "in the kernel"])
 def test_a_window_matters_only_beyond_it(monkeypatch: pytest.MonkeyPatch, kernel_only: bool) -> None:
@@ -533,6 +535,7 @@ def kept(model: Any) -> Path | None:
     return equivalence_cache.path_of(model, LONGEST, torch.device("cpu"), "fp32", (None, None))
 
 
+@pytest.mark.slow
 def test_what_a_check_depends_on(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def here(model: Any, max_length: int = LONGEST, precision: str = "fp32") -> None:
         check_here(model, max_length=max_length, precision=precision, cache=True)

@@ -40,6 +40,7 @@ def test_bytes_of_a_pass_grow_with_its_rows(monkeypatch: pytest.MonkeyPatch) -> 
     assert twice.seconds == pytest.approx(2 * once.seconds, rel=0.01)
 
 
+@pytest.mark.slow
 def test_one_layer_stands_for_all_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight layers, of which two are traced, are what eight traced ones are; embeddings and head are of no layer."""
     found = of(bert(8))
@@ -49,6 +50,7 @@ def test_one_layer_stands_for_all_of_its_kind(monkeypatch: pytest.MonkeyPatch) -
     assert found.operators == whole.operators
 
 
+@pytest.mark.slow
 def test_layers_that_do_not_run_are_not_counted() -> None:
     """As those of images, where there is text alone."""
     model = qwen()
@@ -62,6 +64,7 @@ def test_a_small_kernel_takes_its_time() -> None:
     assert found.seconds == pytest.approx(2e-6 * found.operators * 2, rel=0.02)
 
 
+@pytest.mark.slow
 def test_each_operator_is_counted_and_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fusible, "_KERNEL_S", 0.0)
     before, model = of(bert()), bert()
@@ -84,6 +87,7 @@ def test_each_operator_is_counted_and_no_product(monkeypatch: pytest.MonkeyPatch
     assert of(model).operators <= scaled.operators + 1  # the matrix of ones is made
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("make", [t5, qwen, lambda: tiny_model("qwen3_next"), lambda: tiny_model("mvp")])
 def test_models_are_as_before(make: Any) -> None:
@@ -103,6 +107,7 @@ def test_models_are_as_before(make: Any) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.slow
 def test_the_seeds_of_gpus_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _: pytest.fail("they are the process's"))
     assert how_recorded(t5(), 32, training=True).decisions is not None

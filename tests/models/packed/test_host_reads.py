@@ -47,6 +47,7 @@ def big_bird() -> Any:
     return transformers.BigBirdForSequenceClassification(config)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("training", [False, True])
 def test_models_without_such_code_can_be_recorded(training: bool) -> None:
@@ -57,6 +58,7 @@ def test_models_without_such_code_can_be_recorded(training: bool) -> None:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["gpt_oss", "minimax", "phimoe", "qwen3_moe"])
 def test_experts_need_the_host_but_in_bf16(kind: str) -> None:
@@ -71,6 +73,7 @@ def test_experts_need_the_host_but_in_bf16(kind: str) -> None:
     assert how_recorded(model, 64, training=True, half=torch.bfloat16).why_not is None
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(("make", "compilable"), [(t5, True), (longformer, False), (longformer_of_short_rows, False)])
@@ -116,6 +119,7 @@ def listed(states: Tensor) -> Tensor:
     return states.view(torch.tensor(states.shape, device=states.device).tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("copy", [number, table, columns, choice, gaps, gaps_of_a_tensor, listed])
 @pytest.mark.parametrize("in_layers", [False, True])
@@ -163,6 +167,7 @@ def test_masks_that_are_left_out_of_full_rows_alone_are_a_decision() -> None:
     assert how_recorded(tiny_model("mra"), 64, training=True) == Recording()
 
 
+@pytest.mark.slow
 def test_code_that_replaces_buffers_can_with_decisions_which_keep_them_in_place() -> None:
     model = ibert()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -71,6 +71,7 @@ def make_wrong(monkeypatch: pytest.MonkeyPatch, change: Change, *, kernel_only: 
 # --- admitted ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_one_text_exceeds_the_real_window(name: str, long_passes: list[tuple[int, ...]]) -> None:
@@ -81,6 +82,7 @@ def test_one_text_exceeds_the_real_window(name: str, long_passes: list[tuple[int
     assert long_passes == [(2, LONGER + 40), (1, LONGER // 4), (LONGER + 40 + 17 + LONGER // 4,)]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3"])
 def test_both_checks_find_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +100,7 @@ def _qwen2(**settings: Any) -> Any:
     return family.model(**ONE_HEAD, sliding_window=LONG, max_position_embeddings=8192, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "passes"),
     [
@@ -142,6 +145,7 @@ def _only_long(by: int) -> Change:
     return changed_pattern(window=lambda window: window - by if window and window > 100 else window)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("kernel_only", [False, True], ids=["everywhere", "in the kernel"])
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
@@ -218,6 +222,7 @@ def test_what_is_wrong_deep_in_a_row_or_in_other_heads_is_refused(
 # --- in full, where a short window does not stand for the real one ----------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("other", [LONG + 1, LONG - 1, None])
 def test_modules_with_another_window_than_the_configuration(
@@ -244,6 +249,7 @@ def test_modules_that_take_the_window_from_elsewhere(long_passes: list[tuple[int
     assert len(long_passes) > 2
 
 
+@pytest.mark.slow
 def test_a_window_that_the_plain_model_ignores(monkeypatch: pytest.MonkeyPatch) -> None:
     gemma2 = transformers.models.gemma2.modeling_gemma2
     monkeypatch.setattr(gemma2, "create_sliding_window_causal_mask", gemma2.create_causal_mask)
@@ -313,6 +319,7 @@ def t5gemma(window: int, layer: int = 0) -> Any:
     return transformers.AutoModelForSequenceClassification.from_config(config)
 
 
+@pytest.mark.slow
 def test_rows_that_depend_on_their_padding_are_refused_by_short_ones(long_passes: list[tuple[int, ...]]) -> None:
     found = check_here(t5gemma(LONGER))
     assert long_passes == []

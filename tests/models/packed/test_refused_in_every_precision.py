@@ -28,6 +28,7 @@ def make_wrong(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
     monkeypatch.setattr(packed_forward, "choose_attention", lambda *given: change(choose(*given)))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", WRONG)

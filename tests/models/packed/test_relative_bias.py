@@ -114,6 +114,7 @@ def test_the_kernel_of_gpus_in_a_model(monkeypatch: pytest.MonkeyPatch, name: st
     assert difference(gradient(model), gradient(plain)) < MODEL_FP32
 
 
+@pytest.mark.slow
 def test_one_trace_serves_all_layers_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FAMILIES["deberta-v2"].model(hidden_size=32, num_attention_heads=2, num_hidden_layers=3)
     monkeypatch.setattr(packed_forward, "choose_attention", lambda *_: relative_attention)

@@ -75,6 +75,7 @@ def test_a_layer_that_fails_leaves_its_weights_where_they_are_kept() -> None:
     assert torch.equal(logits(model), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "packing"), [("fp32", "auto"), ("bf16", "off")])
 def test_answers_are_the_same_bytes(precision: Any, packing: Any, tmp_path: Path) -> None:
     """And the comparison with the plain model, whose layers stream first, in another precision."""
@@ -129,6 +130,7 @@ def measured(folder: Path, file: Path | None) -> tuple[int, int, int, int]:
     return after - before, own_bytes() - before, whole, streamed.num_bytes // len(layers)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory of a process is read where Linux tells it")
 @pytest.mark.parametrize("stored", ["host", "disk"])

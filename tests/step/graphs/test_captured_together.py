@@ -154,6 +154,7 @@ def work_recorded(place: Place) -> list[Any]:
         return found
 
 
+@pytest.mark.slow
 def test_a_capture_that_fails_keeps_nobody_waiting_and_leaves_no_gradient(tmp_path: Path) -> None:
     for full, *courses in Forked(tmp_path, 2, work_recorded).results():
         assert full == "no room" or full.endswith("out of memory")
@@ -190,6 +191,7 @@ def test_weights_in_parts_are_captured_where_a_batch_is_one_micro_batch(tmp_path
         assert full["notes"] == ["steps run eagerly: there is no memory for other passes beside graphs"]
 
 
+@pytest.mark.slow
 def test_graphs_are_those_of_all_or_of_none(tmp_path: Path) -> None:
     both = Forked(tmp_path, 2, work).results()
     for single, several, captured, in_pieces, refused, full, before, midway in both:

@@ -90,6 +90,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CapturedStep]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("in_flight", [0, 2])
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -158,6 +159,7 @@ def test_a_first_batch_of_two_micro_batches_is_probed_with_decisions_that_hold(c
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("odd", "num_notes"), [({5}, 0), ({3, 12, 21, 30}, 0), (range(2, 40, 2), 1)], ids=["once", "seldom", "often"]

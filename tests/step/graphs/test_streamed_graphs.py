@@ -53,6 +53,7 @@ def course(step: Step, assembly: Assembly, times: int, *, double: bool = False) 
     return [step.run(batch_of(assembly, number)).read() for number in numbers]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("other", ["", "updated in backward", "frozen in part"])
 def test_graphs_learn_what_the_host_launches(other: str) -> None:
@@ -75,6 +76,7 @@ def test_graphs_learn_what_the_host_launches(other: str) -> None:
     assert all(map(same, one, other_one))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:module forward hook with")  # it is refused all that follows
 @pytest.mark.parametrize("refusal", ["not permitted", "the legacy stream depends on a capture"])
 @pytest.mark.parametrize("refuse_at", [400, 2500])

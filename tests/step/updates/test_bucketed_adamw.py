@@ -225,6 +225,7 @@ def test_numbers_of_a_step_are_in_memory_of_the_updates_own(savings: Any) -> Non
     assert not [name for name, tensor in tensors.items() if vars(step.update)[name] is not tensor]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("states", [torch.float32, torch.uint8])
 def test_states_that_were_never_used_can_be_put_aside(states: torch.dtype) -> None:

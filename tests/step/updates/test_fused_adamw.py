@@ -157,6 +157,7 @@ def test_the_end_gives_masters_back() -> None:
     assert all(after[name].dtype == torch.float32 and torch.equal(after[name], before[name]) for name in after)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_continuation_goes_on_bit_for_bit(precision: str) -> None:

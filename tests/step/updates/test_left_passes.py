@@ -97,6 +97,7 @@ def test_nobody_is_asked_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> No
         used_by_all(ALONE, [True] * len(used), so_far)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("left_in", ["forward", "backward"])
 def test_a_pass_that_was_left_leaves_nothing(left_in: str, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def cuts(num_rows: int, cut: int) -> list[slice]:
     return [slice(start, start + cut) for start in range(0, num_rows, cut)]
 
 
+@pytest.mark.slow
 @given(**parts, num_labels=st.integers(2, 5))
 def test_classes_in_parts(num_rows: int, cut: int, seed: int, num_labels: int) -> None:
     random = np.random.default_rng(seed)

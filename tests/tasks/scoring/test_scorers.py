@@ -166,6 +166,7 @@ def test_equal_seeds_give_equal_intervals(task: str) -> None:
     assert scored(task, logits, targets, resamples=50) == scored(task, logits, targets, resamples=50)
 
 
+@pytest.mark.slow
 def test_intervals_cover_the_true_value() -> None:
     """Of 150 samples of 200 rows, about 95 % of the intervals hold the value of all 60,000 rows."""
     logits, targets = drawn("single_label", 60_000)
