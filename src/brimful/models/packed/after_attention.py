@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -52,30 +51,31 @@ class AfterAttention:
 
         rows: of the call, for its dropout.
         """
-        last = None if self._last is None else self._last()
-        if last is None:
-            with _hooked(self._first().register_forward_pre_hook(_chosen(chosen_S, rows))):  # type: ignore[union-attr]
-                yield lambda output: output
-            return
-        made: list[Tensor] = []
-        num_tokens: list[int] = []
+        num_tokens, made = list[int](), list[Tensor]()
 
         def choose(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             num_tokens.append(given[0].shape[1])
+            rows.choose(chosen_S)
             return tuple(x_1TH.index_select(1, chosen_S) for x_1TH in given)
 
         def keep(_: nn.Module, __: Any, made_1SH: Tensor) -> Tensor:
             made.append(made_1SH)
             return made_1SH.new_zeros(()).expand(1, num_tokens[0], made_1SH.shape[2])
 
-        def finish(output: Any) -> Any:
+        def add(output: Any) -> Any:
             states_1TH, *others = output if isinstance(output, tuple) else (output,)
             states_1SH = states_1TH.index_select(1, chosen_S) + made[0]
             return (states_1SH, *others) if isinstance(output, tuple) else states_1SH
 
         first: Any = self._first()
-        with _hooked(first.register_forward_pre_hook(choose)), _hooked(last.register_forward_hook(keep)):
-            yield finish
+        last: Any = None if self._last is None else self._last()
+        hooks = [first.register_forward_pre_hook(choose)]
+        hooks += [] if last is None else [last.register_forward_hook(keep)]
+        try:
+            yield add if last is not None else lambda output: output
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def after_attention(model: Any) -> AfterAttention | None:
@@ -103,19 +103,3 @@ def _is_plain(part: nn.Module) -> bool:
     held = {id(p) for each in matrices for p in each.parameters(recurse=False)}
     others = [p for p in part.parameters() if id(p) not in held]
     return 0 < len(matrices) <= _MOST_MATRICES and all(p.ndim == 1 for p in others)
-
-
-def _chosen(chosen_S: Tensor, rows: RowsOfLayer) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
-    def choose(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        rows.choose(chosen_S)
-        return tuple(x_1TH.index_select(1, chosen_S) for x_1TH in given)
-
-    return choose
-
-
-@contextmanager
-def _hooked(hook: torch.utils.hooks.RemovableHandle) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        hook.remove()
