@@ -252,6 +252,7 @@ def test_another_number_of_threads_is_refused(tmp_path: Path, plans: Plans, devi
     assert plans.done == ["trainer: checkpointing"]  # which failed
 
 
+@pytest.mark.slow
 def test_a_row_that_waited_for_cores_is_measured_again(tmp_path: Path, plans: Plans) -> None:
     """Whatever the time that it had."""
     plans.work = {**WORK, "device": "CPU", "num_threads": 2}
@@ -722,6 +723,7 @@ def test_compiling_is_once_in_the_budget_that_a_row_needs(
     assert found.needs_budget_s == 100.0  # 80 s, and 20 of five steps
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_each_call_goes_on_by_a_row_at_least(tmp_path: Path, plans: Plans) -> None:
     """Though there is no time for it and the recommended one."""

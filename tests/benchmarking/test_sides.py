@@ -72,6 +72,7 @@ def test_a_limit_of_a_gpu_is_refused_on_a_cpu_before_any_row(folder: Path) -> No
         measure(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("data", ["reviews.csv", "several.csv", None])
 def test_the_losses_of_both_sides_are_equal(folder: Path, data: str | None) -> None:
@@ -289,6 +290,7 @@ class Clock:
         return float(self.edges)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", [ours, theirs])
 def test_a_row_ends_with_the_blocks_that_there_is_time_for(
     side: Any, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -90,6 +90,7 @@ def test_a_dash_is_stdout(brimful: Brimful, files: Files, monkeypatch: pytest.Mo
     assert "--resume needs an output" in refused.err
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, DiskFullError), (errno.EROFS, OutputError)])
 def test_a_report_that_cannot_be_written_leaves_the_results(

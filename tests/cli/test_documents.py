@@ -119,6 +119,7 @@ def test_documents_show_commands() -> None:
     assert {command.split()[1] for _, command in documents_with_code()} >= set(COMMANDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "line"), documents_with_code(), ids=lambda part: str(part)[-60:])
 def test_commands_in_documents_can_be_run(
     path: Path, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -148,6 +149,7 @@ def test_flags_in_documents_exist(path: Path) -> None:
     assert named <= known | {"--config"} | FOREIGN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", LINKED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_in_documents_lead_somewhere(path: Path) -> None:
     for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", path.read_text(encoding="utf-8")):

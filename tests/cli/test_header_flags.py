@@ -28,6 +28,7 @@ def options_of(run: Path) -> dict[str, object]:
     return dict(json.loads((run / "run.json").read_text())["options"])
 
 
+@pytest.mark.slow
 def test_training_tells_of_a_lost_row_and_the_flag_gives_it_back(
     bare: Path, brimful: Brimful, files: Files, tmp_path: Path
 ) -> None:
@@ -94,6 +95,7 @@ def test_evaluation_rows_follow_the_flag_where_they_can(
         assert said.code == 0, said.err
 
 
+@pytest.mark.slow
 def test_profile_takes_them_too(bare: Path, brimful: Brimful, files: Files) -> None:
     said = brimful("profile", bare, "--model", files.base, "--no-header", "--steps", 1, "--json")
     assert said.code == 0, said.err

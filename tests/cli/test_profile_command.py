@@ -69,6 +69,7 @@ def test_what_the_step_works_on(files: Files) -> None:
     assert found.num_launches is None
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("options", [{"packing": "off"}, {"token_budget": 32}, {"optim": "sgd"}, {"precision": "bf16"}])
 def test_other_ways_to_run(options: dict[str, Any], files: Files) -> None:

@@ -216,6 +216,7 @@ def test_all_rows_are_trained_on_without_a_split(brimful: Brimful, files: Files,
     assert "nothing was held out" in (tmp_path / "run" / "model" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_clipping_at_zero_is_none(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     def trained(norm: str) -> dict[str, torch.Tensor]:
         words = train_words(files.reviews, files.base, tmp_path / norm, "--optim", "sgd", "--learning-rate", 0.1)
@@ -314,6 +315,7 @@ def test_numbers(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     assert {"mse", "rmse", "mae"} <= record(tmp_path / "run").metrics.keys()
 
 
+@pytest.mark.slow
 def test_pairs(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     rows = [(review(bool(i % 2), i), review(True, i + 1), i % 2) for i in range(40)]
     data = write_csv(tmp_path / "d.csv", ["premise", "hypothesis", "label"], rows)

@@ -113,6 +113,7 @@ def test_of_the_estimator_as_it_is(name: str) -> None:
     checks()[name]("TextClassifier", brimful.TextClassifier())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ON_WORDS)
 def test_on_rows_of_words(name: str, base: Path) -> None:

@@ -97,6 +97,7 @@ CALLS += [{"top_k": None, "function_to_apply": "sigmoid"}, {"function_to_apply":
 CALLS += [{"function_to_apply": "softmax", "batch_size": 2}]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 def test_all_forms_of_inputs_and_answers(both: Make, name: str) -> None:
@@ -288,6 +289,7 @@ def wrapped(model: Any) -> Any:
         return peft.get_peft_model(model, config).eval()
 
 
+@pytest.mark.slow
 def test_the_folder_of_an_adapter(models: dict[str, Path], adapter: Path) -> None:
     other = AutoTokenizer.from_pretrained(models["classes"])
     other.add_tokens(["zebra"])

@@ -167,6 +167,7 @@ def pair_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "run" / "model"
 
 
+@pytest.mark.slow
 def test_a_model_of_pairs_reads_pairs(pair_model: Path, tmp_path: Path) -> None:
     heard = Heard()
     pairs = write_csv(tmp_path / "p.csv", ("right", "left"), [("the story was dull", "the film was good")])

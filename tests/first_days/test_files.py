@@ -172,6 +172,7 @@ def test_fields_of_objects(brimful: Brimful, files: Files, tmp_path: Path) -> No
     assert "Evaluated  40 rows" in said.out, said.err
 
 
+@pytest.mark.slow
 def test_workbooks(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     rows = [("text", "label", "stars"), *((text, label, i) for i, (text, label) in enumerate(REVIEWS))]
     data = workbook(tmp_path / "rows.xlsx", {"Notes": [], "Reviews": rows, "More": [("text",), ("one text",)]})

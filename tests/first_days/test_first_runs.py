@@ -41,6 +41,7 @@ def test_a_pair_model_keeps_what_it_was_trained_on(brimful: Brimful, files: File
     assert "the model was trained on pairs, 'question' with 'answer', and no second text is read here" in said.err
 
 
+@pytest.mark.slow
 def test_no_label_is_reached(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     """Each of them is true of a row in twelve."""
     labels = [str([name for name in "abcdefgh" if (7 * i + 5 * ord(name)) % 12 == 0]) for i in range(60)]

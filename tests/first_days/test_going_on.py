@@ -116,6 +116,7 @@ def test_a_longer_schedule_is_said(brimful: Brimful, files: Files, tmp_path: Pat
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -185,6 +186,7 @@ def test_targets_that_are_scaled_and_a_precision_that_is_chosen_block_a_resume(
     assert "--precision was bf16, is auto" in brimful(*words[:-2], "--resume", "--device", "cpu").err
 
 
+@pytest.mark.slow
 def test_a_model_of_a_checkpoint(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     """The last checkpoint of a run is its model; an earlier one is another, which classify and transformers load."""
     run = tmp_path / "run"

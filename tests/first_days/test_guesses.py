@@ -188,6 +188,7 @@ def test_a_bad_cell_among_numbers(brimful: Brimful, files: Files, tmp_path: Path
     assert (said.code, "1 row without a label was left out" in said.err) == (0, True)
 
 
+@pytest.mark.slow
 def test_empty_labels_among_several_are_counted(brimful: Brimful, files: Files, tmp_path: Path) -> None:
     data = reviews(tmp_path / "rows.csv", ["bad|good", "", "  ", *LABELS[3:]])
     line = "2 rows have an empty label, and are taken for rows that no label is true of"

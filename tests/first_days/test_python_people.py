@@ -79,6 +79,7 @@ def test_labels_beside_texts_and_splits(files: Files, tmp_path: Path) -> None:
     assert run.data["inputs"]["pair_column"] == "text_pair"
 
 
+@pytest.mark.slow
 def test_answers_come_as_what_was_given(files: Files, tmp_path: Path) -> None:
     frame = pandas.DataFrame({"text": TEXTS, "n": range(40)}, index=[f"row {i}" for i in range(40)])
     found = brimful.classify(files.classifier, frame, verify=0)

@@ -108,6 +108,7 @@ def test_a_step_that_was_released() -> None:
         refused("the step was released: it trains no more", use)
 
 
+@pytest.mark.slow
 def test_a_batch_without_a_mask() -> None:
     model = FAMILIES["bert"].model()
     step = step_of(model)
@@ -129,6 +130,7 @@ def test_a_collator_that_returns_no_mask(tmp_path: Path) -> None:
         trainer.train()
 
 
+@pytest.mark.slow
 def test_labels_that_are_floats_for_classes(tmp_path: Path) -> None:
     floats = BATCH | {"labels": torch.tensor([0.0, 2.0])}
     model = FAMILIES["bert"].model()
@@ -142,6 +144,7 @@ def test_labels_that_are_floats_for_classes(tmp_path: Path) -> None:
         packed(**floats)
 
 
+@pytest.mark.slow
 def test_rows_that_are_not_read_at_their_last_token() -> None:
     """BART's head reads the last end token, 2, of rows that hold as many of them; packed rows are read at their end."""
     ended, goes_on, twice = ({"input_ids": ids, "labels": 0} for ids in ([5, 6, 7, 2], [5, 2, 7, 8], [5, 2, 7, 2]))

@@ -122,6 +122,7 @@ def test_one_batch_has_the_gradient_of_the_plain_one() -> None:
     assert (one - other).norm() < MODEL_FP32 * one.norm()
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_was_stopped() -> None:
     model = FAMILIES["bert"].model(dropout=0.3).train()
     batches = [rows_of(number, "single_label", with_types=False) for number in range(NUM_STEPS)]
@@ -137,6 +138,7 @@ def test_it_goes_on_where_it_was_stopped() -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_feeds_number_batches_on() -> None:
     """From the last that was run, not the last that was made ahead; a continuation from `state` too."""
     step, other = (brimful.Step(FAMILIES["bert"].model(), **SETTINGS) for _ in range(2))
@@ -156,6 +158,7 @@ def test_feeds_number_batches_on() -> None:
     assert numbers(step, 1) == [11]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 def test_modules_keep_their_modes(training: bool) -> None:
     """Submodules in eval mode stay so in a model in train mode; a model in eval mode is put in train mode."""
@@ -181,6 +184,7 @@ def test_modes_that_the_loop_sets_meanwhile_stay() -> None:
     assert not step.release().training
 
 
+@pytest.mark.slow
 def test_logits_on_the_way_change_nothing() -> None:
     model = FAMILIES["bert"].model(dropout=0.3).train()
     batches = [rows_of(number, "single_label", with_types=False) for number in range(NUM_STEPS)]

@@ -16,6 +16,7 @@ from tolerances import difference
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "own-loop.md"
 
 
+@pytest.mark.slow
 def test_its_loops_learn_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from accelerate.state import AcceleratorState
 

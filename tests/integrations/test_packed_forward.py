@@ -89,6 +89,7 @@ def test_padding_on_the_left(family: str) -> None:
     assert_same(model, on_the_left(batch_of(model, LABELS["single_label_classification"])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "roberta", "qwen3"])
 def test_positions_that_are_given(family: str) -> None:
     model = FAMILIES[family].model().train()
@@ -163,6 +164,7 @@ def test_it_is_undone() -> None:
     assert difference(model(**batch).logits, expected) < MODEL_FP32
 
 
+@pytest.mark.slow
 def test_copies_and_files(tmp_path: Path) -> None:
     model = brimful.packed(FAMILIES["bert"].model()).eval()
     batch = batch_of(model)

@@ -220,6 +220,7 @@ class _Wrong(CpuRecorder):
         return recorded, outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learns", [True, False])
 def test_graphs_that_compute_something_else_are_not_used(learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_graphs, "make_recorder", lambda *_: _Wrong())
@@ -349,6 +350,7 @@ def test_memory_that_runs_out_for_graphs(recorders: list[CpuRecorder], monkeypat
     assert difference(gradient(ours), gradient(plain)) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_copy_has_graphs_of_its_own() -> None:
     ours, _ = both()
     batch = batch_of(ours, BATCHES[0])

@@ -269,6 +269,7 @@ def test_the_last_batches_of_an_epoch() -> None:
     assert difference(weights(model), weights(plain)) < 1e-5
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_a_file() -> None:
     """Bit for bit, with the optimizer's states, its learning rate, and dropout masks that follow."""
     model = FAMILIES["bert"].model(dropout=0.3).train()
@@ -330,6 +331,7 @@ def test_what_accelerate_prepared(mixed_precision: str) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.slow
 def test_a_first_batch_that_differs_goes_down_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """And goes on with the weights and states that were loaded before it."""
     real, made = first_batch.compare, []
@@ -356,6 +358,7 @@ def test_a_first_batch_that_differs_goes_down_a_path(monkeypatch: pytest.MonkeyP
     assert difference(weights(step.release()), weights(before.release())) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_packed_model_is_packed_again_afterwards() -> None:
     model = brimful.packed(FAMILIES["bert"].model().train())
     step = brimful.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), **SETTINGS)
@@ -389,6 +392,7 @@ def test_what_it_cannot_take() -> None:
         step(batch)
 
 
+@pytest.mark.slow
 def test_rows_padded_on_the_left_where_the_model_answers_them_alike() -> None:
     """Positions of Qwen3 are distances, and its head reads the last token; BERT's reads the first column."""
     ids = torch.tensor([[0, 0, 5, 6], [7, 8, 9, 10]])

@@ -148,6 +148,7 @@ def test_accumulation_is_that_of_one_batch(tmp_path: Path, tokenizer: Any) -> No
     assert_same_history(ours, stock)
 
 
+@pytest.mark.slow
 def test_an_adapter(tmp_path: Path, tokenizer: Any) -> None:
     from peft import LoraConfig, get_peft_model
 
@@ -288,6 +289,7 @@ def test_overridden_methods_are_kept(
     assert ours.state.global_step == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "reason"), [("qwen3", None), ("gpt2", "reads padding on the left")])
 @pytest.mark.filterwarnings("ignore:brimful.Trainer")
 def test_padding_on_the_left(family: str, reason: str | None, tmp_path: Path, tokenizer: Any) -> None:

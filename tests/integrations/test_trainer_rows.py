@@ -60,6 +60,7 @@ def test_a_step_that_is_made_at_a_ragged_end_takes_whole_batches(tmp_path: Path,
     assert_same_history(*runs)
 
 
+@pytest.mark.slow
 def test_batches_may_grow(tmp_path: Path, tokenizer: Any) -> None:
     runs = [
         trained(uneven(kind), FAMILIES["bert"].model(), tmp_path, tokenizer, max_steps=3, **QUICK)
@@ -109,6 +110,7 @@ def test_rows_longer_than_the_configuration_says(tmp_path: Path, tokenizer: Any)
     assert_same_history(ours, stock)
 
 
+@pytest.mark.slow
 def test_rows_that_go_on_after_their_end_token(tmp_path: Path, tokenizer: Any) -> None:
     """BART's head reads the last end token, which need not be the last token."""
     rows = [{"input_ids": [5 + n, 2, 7, 8] if n == 9 else [5 + n, 6, 7, 2], "labels": n % 3} for n in range(12)]

@@ -71,6 +71,7 @@ def test_streamed_weights_are_captured_unless_asked_otherwise(asked: str, value:
     assert (mode.value, mode.streamed) == (value, value == "captured")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lengths", "value"), [((32,), "compiled"), ((16, 32), "captured")])
 def test_rows_of_several_lengths_take_longer_to_compile(
     lengths: tuple[int, ...], value: str, monkeypatch: pytest.MonkeyPatch
@@ -172,6 +173,7 @@ def test_padded_layers_are_compiled_where_what_they_fuse_pays(
     assert ExecutionMode.choose(assembly).value == value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("independent", "num_tokens", "traced", "share"),
     [

@@ -27,6 +27,7 @@ def by_trainer(model: Any) -> set[str]:
     return set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_decays_is_what_decays_in_trainer(family: str) -> None:
     model = FAMILIES[family].model()

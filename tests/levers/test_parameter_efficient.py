@@ -198,6 +198,7 @@ def test_checkpoints_hold_what_is_trained_and_resume_bit_for_bit(folder: Path, t
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_a_merged_model_is_told(folder: Path) -> None:
     words = train_words(folder / "rows.jsonl", folder / "base", folder / "plain", "--peft", "lora", "--merge")
     said = call(*words, "--max-steps", 2, "--device", "cpu", "--learning-rate", 1e-3)
@@ -254,6 +255,7 @@ def test_a_run_is_not_resumed_on_other_frozen_weights(folder: Path) -> None:
         weights.write_bytes(before)
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_kept_in_the_precision_of_products_and_saved_as_they_were(folder: Path) -> None:
     run = run_adapter(folder, "bf16", peft=None, lora_r=None, lora_dropout=None, freeze="layers 0", precision="bf16")
     lines = {lever.name: lever for lever in run.recipe.levers}

@@ -164,6 +164,7 @@ def test_others_are_left_alone(why: str) -> None:
     assert implementation(model) == ("batched_mm" if why == "told otherwise" else "grouped_mm")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "packing"), [("gpt_oss", "auto"), ("qwen3_moe", "auto"), ("qwen3_moe", "off")])
 def test_a_loop_learns_by_them_and_gives_the_model_back(kind: str, packing: str) -> None:

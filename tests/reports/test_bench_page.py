@@ -127,6 +127,7 @@ def test_a_gain_of_one_block_or_of_blocks_far_apart_says_so() -> None:
     assert "2.72 times trainer: plain (spread 127.9 %), brimful's" in (recommended_text(wide) or "")
 
 
+@pytest.mark.slow
 def test_the_recommended_command_can_be_given_to_train() -> None:
     bench = guide_bench(data="my rows.csv")
     rows = [
@@ -224,6 +225,7 @@ def test_the_title_of_a_folder_called_model_has_its_run(model: str, title: str) 
     assert f"<title>Ways to train {title}" in bench_page(guide_bench(model))
 
 
+@pytest.mark.slow
 def test_the_recommended_row_is_no_way_of_its_own() -> None:
     bench = guide_bench()
     assert f"{len(bench.measured()) - 1} ways to train" in Page(bench_page(bench)).text

@@ -257,6 +257,7 @@ def test_the_seed_is_one_of_a_run_and_a_batch() -> None:
     assert len(set[int]().union(*found.values())) == 6
 
 
+@pytest.mark.slow
 def test_a_pass_without_a_step_draws_the_masks_of_recomputed_layers_again(our_attention: None) -> None:
     """Our attention's seed and torch's dropout come of one generator there."""
     batch, found = batch_of(ONE), []

@@ -175,6 +175,7 @@ def check(family: str, case: Case, batch: Batch, tolerance: float) -> None:
 KINDS = ("single_label", "multi_label", "regression 1", "regression 2")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
@@ -220,6 +221,7 @@ def test_packed_families_that_keep_fp64(family: str, data: st.DataObject, kind: 
     check(family, case, case.packed(), STEP_FP64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "modernbert"])
 @given(data=st.data(), kind=st.sampled_from(KINDS))
 @settings(max_examples=5)
@@ -228,6 +230,7 @@ def test_padded_families(family: str, data: st.DataObject, kind: str) -> None:
     check(family, case, case.rows(), STEP_PARTLY_FP32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @given(ends=st.lists(st.integers(0, 4), min_size=2, max_size=6), room=st.sampled_from([0, 10, 100]))
 @settings(max_examples=15)

@@ -419,6 +419,7 @@ def test_fp16_learns_what_fp32_learns() -> None:
 # --- going on -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])

@@ -67,6 +67,7 @@ def course(step: Step) -> None:
     step.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stored", "depth", "in_backward"), [("host", 3, False), ("host", 5, True), ("disk", 5, False), ("disk", 3, True)]
 )

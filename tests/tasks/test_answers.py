@@ -68,6 +68,7 @@ def config(labels: Sequence[str], problem_type: str | None = None) -> Any:
 # --- objects against the pipeline -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("head", HEADS)
 def test_objects_are_those_of_the_pipeline(head: str, tmp_path: Path) -> None:

@@ -162,6 +162,7 @@ def test_json_column_of_numbers_and_text_becomes_text(tmp_path: Path) -> None:
         assert read_rows(file).table["label"].to_pylist() == ["1", "1", "2", None]
 
 
+@pytest.mark.slow
 def test_json_of_mixed_types_far_apart(tmp_path: Path) -> None:
     lines = ['{"text": "a", "label": 1, "tags": ["x"]}'] * 70_000 + ['{"text": "b", "label": "one", "tags": "y"}']
     rows = read_rows(put(tmp_path / "rows.jsonl", "\n".join(lines)))

@@ -75,6 +75,7 @@ def test_cut_on_the_tokenizers_side(minilm: Any) -> None:
     check(left, ["one two three four five six"], ["seven eight nine ten eleven"], 8)
 
 
+@pytest.mark.slow
 def test_special_tokens_in_a_text_are_split_where_the_tokenizer_splits_them(minilm: Any) -> None:
     splitting = AutoTokenizer.from_pretrained(MINILM, split_special_tokens=True)
     check(splitting, [SPECIALS, "plain"], None, 64)

@@ -108,6 +108,7 @@ def backend(**changes: Any) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(written | parts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -476,6 +476,7 @@ def noisy(sizes: list[int]) -> list[pa.Table]:
     return [pa.table({"label": ["good"] * size, "noise": [draw.randbytes(200) for _ in range(size)]}) for size in sizes]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "how"), [("results.parquet", ""), ("results.csv.gz", "tear"), ("results", ""), ("results", "again")]

@@ -106,6 +106,7 @@ def ids(output: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_one_process_has_every_row_once(home: Path) -> None:
     output = home / "alone" / "results"
     assert ids(output) == list(range((FILES - 1) * ROWS))
@@ -124,6 +125,7 @@ def test_several_processes_share_the_files(home: Path, tmp_path: Path, start: St
     assert results(output) == results(home / "alone" / "results")
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_named_and_done_once_it_is_mended(home: Path, tmp_path: Path, start: Start) -> None:
     (tmp_path / "model").symlink_to(home / "model")
     shutil.copytree(home / "rows", tmp_path / "rows")

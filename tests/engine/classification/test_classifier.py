@@ -646,6 +646,7 @@ def test_what_takes_long_is_said_before(tmp_path: Path, monkeypatch: pytest.Monk
     assert [each for each in said if "compiling layers: 25 s or more" in each]
 
 
+@pytest.mark.slow
 def test_answers_are_compared_with_a_model_of_its_own_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longformer's are narrow on short rows, but for the plain model that the first answers are held to."""
     save_head(tmp_path / "model", "longformer")

@@ -42,6 +42,7 @@ def test_layers_that_make_a_state_of_each_token_have_few_at_once(kind: str, expe
     assert cpu_budget(tiny_model(kind), 512) == expected
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_by_any_budget(tmp_path: Path) -> None:
     model = save_classifier(tmp_path / "model", ["bad", "good"])
     texts = [review(bool(i % 2), i) * (1 + i % 3) for i in range(60)]

@@ -83,6 +83,7 @@ class _ReadsForLongTexts(nn.Module):
         return F.linear(x, self.layer.weight, self.layer.bias)
 
 
+@pytest.mark.slow
 def test_the_model_that_others_are_compared_with_is_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_classifier(tmp_path / "model", ["bad", "good"])
     load = runner.load_model

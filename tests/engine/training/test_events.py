@@ -66,6 +66,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.dictionaries(st.text(), JSON, max_size=3), max_size=4))
 def test_any_event_is_one_strict_line(tmp_path_factory: pytest.TempPathFactory, events: list[dict[str, Any]]) -> None:

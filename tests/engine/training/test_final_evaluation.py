@@ -361,6 +361,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Kept]]:
     Kept.files.clear()
 
 
+@pytest.mark.slow
 def test_files_of_answers_end_with_their_use(model: Path, tmp_path: Path, kept: type[Kept]) -> None:
     """Those of the last evaluation before the next one begins, and the last ones before the model is saved."""
     at_export = []
@@ -374,6 +375,7 @@ def test_files_of_answers_end_with_their_use(model: Path, tmp_path: Path, kept: 
     assert len(pq.read_table(tmp_path / "run" / "predictions.parquet")) == 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["evaluated", "evaluation"])
 def test_files_of_answers_end_with_a_training_that_fails(
     model: Path, tmp_path: Path, kept: type[Kept], when: str

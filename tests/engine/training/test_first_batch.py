@@ -132,6 +132,7 @@ def test_what_takes_minutes_is_said_before(
     assert [each.partition(":")[0] for each in said] == ["compiling layers", "first batch"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:--token-budget 24 is raised:UserWarning")
 @pytest.mark.parametrize("options", [{}, {"token_budget": 24}, {"optim": "sgd"}])
@@ -227,6 +228,7 @@ class _NoHalfBackward(torch.autograd.Function):
         return gradient
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("where", ["model", "compiler", "backward pass"])
 def test_a_model_without_half_precision_runs_in_another(
@@ -295,6 +297,7 @@ def test_a_wrong_step_is_not_run(
     assert run.first_batch.fallbacks[0] in heard.warnings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

@@ -31,6 +31,7 @@ def flat(tensors: Any) -> torch.Tensor:
     return torch.cat([each.detach().float().flatten() for each in tensors])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "qwen3"])
 def test_weights_in_half_precision_are_wide_in_their_turn(family: str) -> None:
     """The gradient is that of the same numbers in fp32, to the bit of sums."""
@@ -89,6 +90,7 @@ def test_passes_of_the_plain_model_are_of_half_as_many_tokens(monkeypatch: pytes
     assert len(sizes) > 2
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "settings",

@@ -150,6 +150,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     assert checkpoints(output) == [9, 12]
 
 
+@pytest.mark.slow
 def test_full_at_the_end(model: Path, rows: Path, alone: Path, disk: Callable[[str], Path]) -> None:
     output = disk("80m") / "run"
     filler = Filler(output.parent, full_at=9)

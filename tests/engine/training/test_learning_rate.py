@@ -76,6 +76,7 @@ def test_many_chosen_epochs_are_not_all_evaluated() -> None:
     assert epochs_between(asked, chosen(num_train_epochs=100)) == 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_what_was_chosen(tmp_path: Path) -> None:
     """Also where the rule has changed since, as it would for another version; here the record is changed."""
     base, data = save_base(tmp_path / "base"), write_reviews(tmp_path / "rows.csv", 24)

@@ -259,6 +259,7 @@ def test_a_signal_to_all(sent: signal.Signals, code: int, files: Path, tmp_path:
     assert _TORCH_WARNS.sub("", three.said(1)) == ""
 
 
+@pytest.mark.slow
 def test_early_stop_and_fallback_are_for_all(files: Path, tmp_path: Path) -> None:
     """The leader finds the first batch to differ on the fast path: all take the slow one, and end when it does."""
 
@@ -337,6 +338,7 @@ def test_a_run_that_memory_ran_out_in_goes_on_in_smaller_micro_batches_of_all(fi
     assert len(steps(tmp_path / "run")) == 12
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_in_the_update_of_one_process(files: Path, tmp_path: Path) -> None:
     """Others have made theirs by then: it does not take the step again by itself, and all end."""
     harm = at_call(TorchUpdate, "apply", 4, fail)

@@ -583,6 +583,7 @@ def test_a_changed_tokenizer_is_refused(changed: str, killed: Path, model: Path,
         brimful.train(rows, model=base, output=tmp_path / "run", resume=True, logging_steps=3, **options)
 
 
+@pytest.mark.slow
 def test_a_changed_file_of_an_adapter_is_refused(model: Path, rows: Path, tmp_path: Path) -> None:
     """Also where the record has no hash of it: what is trained is no matter of rounding."""
     pytest.importorskip("peft")

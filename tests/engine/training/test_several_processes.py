@@ -130,6 +130,7 @@ def test_weights_that_differ_are_noticed() -> None:
     assert digest([torch.ones(2), torch.zeros(2)]) != digest([torch.zeros(2), torch.ones(2)])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("sharding", ["none", "gradients", "parameters"])
 def test_rows_of_all_processes_are_named(files: Path, tmp_path: Path, sharding: str) -> None:
@@ -199,6 +200,7 @@ def test_a_process_that_fails_says_why(files: Path, tmp_path: Path) -> None:
     assert ") has failed: " in both.said(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "classify", "evaluate", "profile"])
 def test_a_mistake_ends_all(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first process ends before it meets the others, which find the same, and do not wait for it."""

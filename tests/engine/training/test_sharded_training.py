@@ -87,6 +87,7 @@ def test_parts_of_any_number_of_processes_make_one_checkpoint(files: Path, tmp_p
     assert one.keys() == other.keys()
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_one_process_costs_the_checkpoint(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +150,7 @@ def test_the_best_of_parts_of_weights_is_kept(deep: Path, tmp_path: Path) -> Non
         assert torch.equal(model.get_parameter(name), weight)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_cut_is_refused_and_not_chosen(files: Path, tmp_path: Path) -> None:
     ask = words(files, tmp_path / "run", "--optim", "adafactor", "--max-steps", "1")
     refused = start(tmp_path / "refused", *ask, "--sharding", "states")

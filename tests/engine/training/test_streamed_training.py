@@ -65,6 +65,7 @@ def test_a_run_gives_the_same_bytes(more: dict[str, Any], tmp_path: Path) -> Non
     assert found.packed is expected.packed
 
 
+@pytest.mark.slow
 def test_weights_in_a_file_and_an_update_within_the_backward_pass(tmp_path: Path) -> None:
     _, weights = train(tmp_path, "kept", optimizer_in_backward=True, max_grad_norm=0.0)
     files = tmp_path / "files"
@@ -79,6 +80,7 @@ def test_weights_in_a_file_and_an_update_within_the_backward_pass(tmp_path: Path
     assert str(files) in line.reason
 
 
+@pytest.mark.slow
 def test_a_resumed_run_that_first_changes_weights_within_an_evaluation(tmp_path: Path) -> None:
     """Those of a file, also in later steps, whose changes leave by the same memory."""
     asked: dict[str, Any] = {"stream_weights": "disk", "save_steps": 3, "save_total_limit": 9}

@@ -159,6 +159,7 @@ def test_a_dry_run_writes_nothing(model: Path, rows: Path, tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_tensorboard_has_what_the_log_has(model: Path, rows: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -205,6 +206,7 @@ def test_a_short_run_has_its_first_and_its_last_step_in_the_log(
     assert events(tmp_path / "run", "step") == lines
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_early_has_its_last_step_in_the_log(model: Path, rows: Path, tmp_path: Path) -> None:
     """With the mean of the steps since the line before; gone on with for longer, the run has no line twice."""
     asked: dict[str, Any] = SIZES | {"learning_rate": 1e-9, "eval_steps": 2, "max_steps": 20}
@@ -252,6 +254,7 @@ def test_a_run_that_is_stopped_has_its_last_step_in_the_log_until_it_goes_on(
     assert points == [1, last["step"], 5, 10]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_in_the_evaluation_that_ends_it_has_its_last_step_in_the_log(
     model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +281,7 @@ def test_a_run_that_is_stopped_in_the_evaluation_that_ends_it_has_its_last_step_
     assert all(line["samples_per_s"] > 0 for line in found)
 
 
+@pytest.mark.slow
 def test_steps_are_told_of_between_logged_lines(
     model: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +328,7 @@ def test_rates_of_logged_lines_are_of_their_own_steps(
     assert sum(seconds[:5]) <= run.train_s
 
 
+@pytest.mark.slow
 def test_the_record_repeats_the_run(model: Path, rows: Path, tmp_path: Path) -> None:
     run = brimful.train(rows, model=model, output=tmp_path / "run", **SIZES)
     record = json.loads((tmp_path / "run" / "run.json").read_text("utf-8"))

@@ -43,6 +43,7 @@ def end_once_more(folder: Path, tracker: str) -> None:
     send_run(folder, tracker)
 
 
+@pytest.mark.slow
 def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -228,6 +228,7 @@ def test_which_models_are_compiled_so(case: str, short: bool) -> None:
     assert packed.left_out.attention == short
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_compiled_model_is_freed() -> None:
     """Dynamo keeps what layers were compiled to, and so what that holds."""

@@ -325,6 +325,7 @@ def test_a_sequence_that_fails_alone_is_found(monkeypatch: pytest.MonkeyPatch) -
     assert not check_here(FAMILIES["bert"].model()).packed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_a_head_of_zeros_hides_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A new head may begin at zero: all logits are then equal, and any pooling would do."""

@@ -214,7 +214,7 @@ def test_captured_passes_need_nothing_of_the_host() -> None:
 
 
 def test_a_layer_that_decides_otherwise_when_it_is_computed_again_is_not_granted() -> None:
-    """What a replay computes then is no number, and its rows run eagerly."""
+    """Logits of a replay are no numbers then, and its rows run eagerly."""
 
     def asked(number: int) -> Any:
         return torch.tensor(number).item()

@@ -133,6 +133,7 @@ def test_code_that_copies_the_hosts_numbers_to_the_device_can_with_these(
     assert how_recorded(model, 64, training=True) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("half", [None, torch.bfloat16, torch.float16])
 def test_code_that_reads_in_one_precision_alone_is_recorded_in_that_one(half: torch.dtype | None) -> None:

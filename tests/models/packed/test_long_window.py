@@ -208,6 +208,7 @@ def _only_other_heads(attend: Attention) -> Attention:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [_only_deep, _only_other_heads])
 def test_what_is_wrong_deep_in_a_row_or_in_other_heads_is_refused(
     monkeypatch: pytest.MonkeyPatch, change: Change
@@ -239,6 +240,7 @@ def test_modules_with_another_window_than_the_configuration(
     assert check_here(model, max_length=380).packed  # no text reaches it
 
 
+@pytest.mark.slow
 def test_modules_that_take_the_window_from_elsewhere(long_passes: list[tuple[int, ...]]) -> None:
     model = windowed("gemma2")
     attention = model.model.layers[0].self_attn
@@ -345,6 +347,7 @@ def test_rows_of_one_length_that_depend_on_one_another_beyond_the_window(long_pa
 # --- copies for something else ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("half", [None, torch.bfloat16])
 def test_what_the_host_reads_is_looked_for_in_short_rows(

@@ -144,6 +144,7 @@ class DropPath(torch.nn.Module):
         return x * kept if self.training else x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [DropPath, torch.nn.Dropout1d, torch.nn.AlphaDropout])
 def test_dropout_of_whole_rows_is_one(kind: type[torch.nn.Module]) -> None:
     model = FAMILIES["bert"].model(dropout=0.3)

@@ -130,6 +130,7 @@ def test_one_trace_serves_all_layers_and_rows(monkeypatch: pytest.MonkeyPatch) -
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["deberta-v2", "mpnet"])
 @pytest.mark.parametrize("lost", ["bias", "far"])
@@ -159,6 +160,7 @@ def test_a_bias_that_is_forgotten_or_wrong_far_away_is_found(
         assert found.packed is (lost == "far" and max_length == 40), found.reason
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("settings", "admitted"),

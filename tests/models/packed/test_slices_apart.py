@@ -56,6 +56,7 @@ def test_what_torch_compiles_is_left_alone() -> None:
     assert depths[0] == depths[1] + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jamba", "zamba"])
 @pytest.mark.parametrize("how", ["by itself", "recorded", "computed again"])
 def test_a_scan_has_the_gradient_of_the_plain_model(kind: str, how: str) -> None:

@@ -65,6 +65,7 @@ def test_nothing_changes_bit_for_bit(savings: Any, settings: Any) -> None:
     assert same(snapshot(other), snapshot(one), "optimizer")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "savings",

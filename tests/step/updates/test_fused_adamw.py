@@ -41,6 +41,7 @@ def difference(step: Step, other: Step) -> float:
     return float((one - two).norm() / two.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.5])
 def test_equal_to_torch_in_fp32(max_grad_norm: float) -> None:
@@ -57,6 +58,7 @@ def test_equal_to_torch_in_fp32(max_grad_norm: float) -> None:
     assert all(torch.equal(ours[name].tensors["step"], kept.tensors["step"]) for name, kept in theirs.items())
 
 
+@pytest.mark.slow
 def test_half_copies_are_what_autocast_makes() -> None:
     """Linear layers hold bf16 weights, and learn what the fp32 ones under autocast do."""
     plain, fused = both(precision="bf16")
@@ -76,6 +78,7 @@ def test_half_copies_are_what_autocast_makes() -> None:
     assert torch.allclose(layer.output.dense.weight.float(), master, rtol=2**-7)  # the interpreter does not round
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 def test_words_that_no_batch_has_had_are_left_alone(monkeypatch: pytest.MonkeyPatch, weight_decay: float) -> None:
     """But for weight decay; once a batch has them, they learn as all others do. Blocks are of 64 rows of 16 numbers."""
@@ -204,10 +207,12 @@ def test_parameters_that_no_batch_has_used(stop: int) -> None:
     test_unused_parameters.check_a_resumed_step("adamw_torch", stop, fused=True)
 
 
+@pytest.mark.slow
 def test_unused_and_frozen_parameters_are_left_alone() -> None:
     test_step.check_what_a_model_does_not_use(fused=True)
 
 
+@pytest.mark.slow
 def test_weight_decay_is_for_matrices() -> None:
     plain, fused = both(optimizer=replace(OURS, weight_decay=0.9))
     for number in range(3):

@@ -28,6 +28,7 @@ def part(chosen: Any, targets: Any) -> Labelled:
     return Labelled(texts=lambda numbers: [ARTICLES[i]["text"] for i in rows[numbers]], targets_N=targets[rows])
 
 
+@pytest.mark.slow
 def test_one_label() -> None:
     constant = constant_baseline(space("single_label"), CLASSES[TRAINED], CLASSES[~TRAINED])
     dummy = DummyClassifier(strategy="most_frequent").fit(np.zeros((TRAINED.sum(), 1)), CLASSES[TRAINED])

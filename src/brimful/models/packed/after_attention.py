@@ -1,4 +1,4 @@
-"""What follows attention in the last layer, on the tokens alone that the head reads: it works on each by itself.
+"""The end of the last layer, on the tokens alone that the head reads: what follows attention works on each by itself.
 
 Where the residual goes through the same module (BERT and related models) the rest of the layer works on as many tokens
 as that is given. Elsewhere the layer adds it itself, to a feed-forward part (Llama and other decoders, ModernBERT): the

@@ -180,7 +180,7 @@ class HostDecisions:
 
 @dataclass
 class _BothCalls:
-    """What the first call of a layer was given. recorded: what its pass was, for the second call to be compared."""
+    """Answers that the first call of a layer was given. recorded: those of its pass, with which the second is compared."""
 
     first: _Recorded | None = None
     recorded: _Recorded | None = None

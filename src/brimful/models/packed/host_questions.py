@@ -1,4 +1,4 @@
-"""What a model's code asks of the device on the host, and copies there, seen by operators and functions of a pass.
+"""Questions of a model's code on the host about numbers of the device, and what it copies there, as a pass asks them.
 
 Read are single numbers, lists of them, counts of nonzero elements, and runs of equal ones; indexing by a mask counts
 what is in it. `host_decisions` answers.
