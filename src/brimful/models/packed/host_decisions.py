@@ -180,7 +180,7 @@ class HostDecisions:
 
 @dataclass
 class _BothCalls:
-    """Answers that the first call of a layer was given. recorded: those of its pass, with which the second is compared."""
+    """Answers that a layer was given at its first call. recorded: those of its pass, for the second to be compared."""
 
     first: _Recorded | None = None
     recorded: _Recorded | None = None
