@@ -75,7 +75,8 @@ def pytest_configure(config: pytest.Config) -> None:
     failed run again. Workers of xdist are given the same words, and decide alike."""
     named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword
     config.option.thorough = bool(config.option.thorough or named or getattr(config.option, "lf", False))
-    config.option.turn = _turn(config.rootpath)
+    turn = os.environ.setdefault("BRIMFUL_TESTS_TURN", str(_turn(config.rootpath)))  # which workers inherit
+    config.option.turn = int(turn)
 
 
 def _turn(root: Path) -> int:

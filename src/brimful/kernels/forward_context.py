@@ -48,7 +48,7 @@ class ForwardContext:
     called, outside of modes that look on. attention: what attention is told, for layers that do not hand it on.
     told: within it modules of the model that must know the row, or the length of rows, do. both_calls: makes what both
     calls of one layer run within that is recomputed.
-    pooled_S: places of the tokens that what follows attention in the last layer is given, None for all.
+    cut: what of the last layer is given pooled tokens alone (`models.packed.after_attention`), None for nothing.
     seed: () int64 on the device, of the step that the pass is part of. places_X: (X,) int64, of the tokens that layers
     are given in the effective batch. Without both, masks are drawn by a seed of torch's generator.
     sites: of dropout. layer, places: the layer that runs, and the numbers of its uses of dropout. rows: of that layer.
@@ -65,7 +65,7 @@ class ForwardContext:
     attention: Any = None
     told: Callable[[], AbstractContextManager[None]] = nullcontext
     both_calls: Callable[[], Callable[[], AbstractContextManager[None]]] = lambda: nullcontext
-    pooled_S: Tensor | None = None
+    cut: Any = None
     seed: Tensor | None = None
     places_X: Tensor | None = None
     sites: DropoutSites = field(default_factory=DropoutSites)

@@ -40,39 +40,60 @@ class AfterAttention:
         self._layer, self._first = weakref.ref(layer), weakref.ref(first)
         self._last = None if last is None else weakref.ref(last)
 
-    def is_cut(self) -> bool:
-        """False where dropout may be drawn, behind `last`, of what it made of all tokens."""
-        layer: Any = self._layer()
-        return self._last is None or not layer.training or not drops_numbers(layer)
+    @property
+    def modules(self) -> tuple[Any, Any, Any]:
+        """The layer, `first` and `last`; None for what is gone, as where a layer was put in place of another."""
+        return self._layer(), self._first(), None if self._last is None else self._last()
+
+    def may_be_cut(self) -> bool:
+        """False where dropout may be drawn, behind `last`, of what it made of all tokens, and where somebody else looks
+        at what the layer makes."""
+        layer, _, last = self.modules
+        return last is None or not (layer is None or _is_watched(layer) or drops_numbers(layer))
+
+
+class Cut:
+    """The end of the last layer in one pass, for the tokens at chosen_S. is_done: whether the layer's result is theirs
+    alone."""
+
+    def __init__(self, after: AfterAttention, chosen_S: Tensor) -> None:
+        self._after, self._chosen_S = after, chosen_S
+        self.is_done = False
 
     @contextmanager
-    def cut(self, chosen_S: Tensor, rows: RowsOfLayer) -> Iterator[Callable[[Any], Any]]:
-        """Within, the layer is called, and what it returns is handed to what this gives: then it is (1, S, H).
+    def within(self, module: nn.Module, rows: RowsOfLayer) -> Iterator[Callable[[Any], Any] | None]:
+        """Within, a layer is called. What it returns is handed to what this gives where it is the last one: then it is
+        (1, S, H).
 
         rows: of the call, for its dropout.
         """
+        layer, first, last = self._after.modules
+        if layer is not module or first is None:
+            yield None
+            return
         num_tokens, made = list[int](), list[Tensor]()
 
         def choose(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             num_tokens.append(given[0].shape[1])
-            rows.choose(chosen_S)
-            return tuple(x_1TH.index_select(1, chosen_S) for x_1TH in given)
+            rows.choose(self._chosen_S)
+            return tuple(x_1TH.index_select(1, self._chosen_S) for x_1TH in given)
 
         def keep(_: nn.Module, __: Any, made_1SH: Tensor) -> Tensor:
             made.append(made_1SH)
             return made_1SH.new_zeros(()).expand(1, num_tokens[0], made_1SH.shape[2])
 
-        def add(output: Any) -> Any:
+        def finish(output: Any) -> Any:
+            self.is_done = bool(num_tokens)  # a module in its place has not been called so
+            if not made:
+                return output
             states_1TH, *others = output if isinstance(output, tuple) else (output,)
-            states_1SH = states_1TH.index_select(1, chosen_S) + made[0]
+            states_1SH = states_1TH.index_select(1, self._chosen_S) + made[0]
             return (states_1SH, *others) if isinstance(output, tuple) else states_1SH
 
-        first: Any = self._first()
-        last: Any = None if self._last is None else self._last()
         hooks = [first.register_forward_pre_hook(choose)]
         hooks += [] if last is None else [last.register_forward_hook(keep)]
         try:
-            yield add if last is not None else lambda output: output
+            yield finish
         finally:
             for hook in hooks:
                 hook.remove()
@@ -103,3 +124,9 @@ def _is_plain(part: nn.Module) -> bool:
     held = {id(p) for each in matrices for p in each.parameters(recurse=False)}
     others = [p for p in part.parameters() if id(p) not in held]
     return 0 < len(matrices) <= _MOST_MATRICES and all(p.ndim == 1 for p in others)
+
+
+def _is_watched(layer: nn.Module) -> bool:
+    """Return whether a module of the layer has a hook, which would be given other tokens, or zeros."""
+    named = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(getattr(module, name, None) for module in layer.modules() for name in named)

@@ -64,7 +64,19 @@ def _first_layers(model: Any) -> Any:
                 setattr(module, name, kept)
     if types[0] is not None and "layer_types" in vars(config):
         object.__setattr__(config, "layer_types", types[:kept])
+    _take_weights(layers_of(small)[-1], layers[-1])  # type: ignore[index]
     return small
+
+
+def _take_weights(copied: nn.Module, last: nn.Module) -> None:
+    """Give a copied layer the weights of the model's last one, of which what the head does not read is left out; not
+    where they are of other shapes, or kept elsewhere, or not numbers as they are."""
+    own, found = copied.state_dict(keep_vars=True), last.state_dict(keep_vars=True)
+    shapes = [{name: (each.shape, each.dtype) for name, each in state.items()} for state in (own, found)]
+    if shapes[0] == shapes[1] and all(each.is_floating_point() and not each.is_meta for each in found.values()):
+        with torch.no_grad():
+            for name, each in own.items():
+                each.copy_(found[name])
 
 
 def module_settings(layer: nn.Module) -> str:

@@ -254,12 +254,18 @@ class _Comparing(_Answers):
 
     def answer(self, ask: Callable[[], Any], _: Callable[[Any], Tensor]) -> Any:
         found, place = ask(), asker()
-        if not (before := self._answers.get(place)) or before.pop(0) != found:
+        before = self._answers.get(place)
+        if not before or not _same(before.pop(0), found):
             self._found.changed.append(place)
         return found
 
     def constant(self, values: Tensor, device: torch.device) -> Tensor:
         return values.to(device)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two answers are equal; what is no number is equal to itself."""
+    return bool(one == other) or (one != one and other != other)
 
 
 class _Tracing(_Granting):

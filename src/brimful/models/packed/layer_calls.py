@@ -20,7 +20,6 @@ from transformers.cache_utils import Cache
 
 from brimful.kernels.forward_context import ForwardContext, active_context
 from brimful.models.fsdp_hooks import call_between_hooks, only_of_fsdp
-from brimful.models.packed.after_attention import AfterAttention
 
 #: Compiled forms of one layer's code: every model that a process compiles counts against the limit.
 _MOST_COMPILED = 64
@@ -29,12 +28,11 @@ _MOST_COMPILED = 64
 class LayerCall:
     """Stands where `nn.Module` looks for a compiled form of itself, and calls that, or the module as it is.
 
-    number: of a layer; None for embeddings. after: what follows attention in the last layer, and may be given pooled
-    tokens only.
+    number: of a layer; None for embeddings.
     """
 
-    def __init__(self, module: nn.Module, number: int | None, after: AfterAttention | None = None) -> None:
-        self._module, self._number, self._after = weakref.ref(module), number, after
+    def __init__(self, module: nn.Module, number: int | None) -> None:
+        self._module, self._number = weakref.ref(module), number
         self.compiled: Callable[..., Any] | None = module._compiled_call_impl
 
     @property
@@ -71,18 +69,10 @@ class LayerCall:
         compiled = self.compiled if context.compiled else None
         dropout = _own_dropout() if compiled is None and context.seeded_dropout else nullcontext()
         outside = nullcontext() if compiled is None else context.outside()
-        with context.active(), self._shortened(context) as finish, dropout, outside:
-            return finish(_call(module, compiled, *args, **kwargs))
-
-    def _shortened(self, context: ForwardContext) -> AbstractContextManager[Callable[[Any], Any]]:
-        """Within, what follows attention in the last layer is given pooled tokens only, if the context says so."""
-        if context.pooled_S is None or self._after is None:
-            return nullcontext(_as_it_is)
-        return self._after.cut(context.pooled_S, context.rows)
-
-
-def _as_it_is(output: Any) -> Any:
-    return output
+        shortened = nullcontext() if context.cut is None else context.cut.within(module, context.rows)
+        with context.active(), dropout, outside, shortened as finish:
+            output = _call(module, compiled, *args, **kwargs)
+            return output if finish is None else finish(output)
 
 
 def _call(module: nn.Module, compiled: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -94,11 +84,11 @@ def _call(module: nn.Module, compiled: Callable[..., Any] | None, *args: Any, **
     return compiled(*args, **kwargs)
 
 
-def place_calls(layers: Sequence[nn.Module], embeddings: nn.Module | None, after: AfterAttention | None) -> None:
+def place_calls(layers: Sequence[nn.Module], embeddings: nn.Module | None) -> None:
     """Have all layers called in their context, and compiled embeddings. What was compiled since stays compiled."""
     for number, layer in enumerate(layers):
         if not isinstance(layer._compiled_call_impl, LayerCall):
-            layer._compiled_call_impl = LayerCall(layer, number, after if number == len(layers) - 1 else None)
+            layer._compiled_call_impl = LayerCall(layer, number)
         checkpoint = vars(layer).get("_gradient_checkpointing_func")
         if checkpoint is not None and not isinstance(checkpoint, OneCheckpoint):
             changed: Any = layer

@@ -28,7 +28,7 @@ from brimful.kernels.attention.pattern import Pattern
 from brimful.kernels.forward_context import ForwardContext, active_context, current
 from brimful.kernels.layout import Inputs, PackedInputs, PaddedInputs, Segments, map_tensors
 from brimful.models.model_stats import embeddings_of, layer_lists, layers_of, matmul_parameters
-from brimful.models.packed.after_attention import after_attention
+from brimful.models.packed.after_attention import Cut, after_attention
 from brimful.models.packed.attention_check import Watch
 from brimful.models.packed.family_forms import FamilyForm, decoder_ids_T, has_form, uses_interface
 from brimful.models.packed.given_states import GivenStates, means_SX
@@ -187,7 +187,7 @@ class PaddedModel(LayoutModel):
         types = {"token_type_ids": inputs.types_RL} if self._takes_types and inputs.types_RL is not None else {}
         given = {"input_ids": inputs.ids_RL, "attention_mask": inputs.mask_RL, **types, **self._settings}
         if any(_needs_context(layer) for layer in self._layers):
-            place_calls(self._layers, None, None)
+            place_calls(self._layers, None)
         context = context or ForwardContext()
         if self.decisions is not None:
             decisions = self.decisions
@@ -380,7 +380,7 @@ class PackedModel(LayoutModel):
 
     @property
     def _cuts(self) -> bool:
-        return self._is_short and self._after is not None and self._after.is_cut()
+        return self._is_short and self._after is not None and self._after.may_be_cut()
 
     @property
     def _short_layer(self) -> ShortLayer | None:
@@ -388,12 +388,12 @@ class PackedModel(LayoutModel):
 
     def __call__(self, inputs: Inputs, context: ForwardContext | None = None) -> ForwardOutputs:
         assert isinstance(inputs, PackedInputs)
-        pooled_S = self._chosen_S(inputs) if self._cuts else None
-        context = replace(context or ForwardContext(), inputs=inputs, pooled_S=pooled_S, places_X=inputs.places_T)
+        cut = Cut(self._after, self._chosen_S(inputs)) if self._after is not None and self._cuts else None
+        context = replace(context or ForwardContext(), inputs=inputs, cut=cut, places_X=inputs.places_T)
         context = replace(context, attention=(inputs.segments, self.plain, self._watch), told=self._told(inputs))
         if self.last is not None:
             self.last.pooled = False  # it says so itself, where what it was compiled to is run
-        place_calls(self._layers, self._embeddings, self._after)
+        place_calls(self._layers, self._embeddings)
         with context.active(), many_compiled_forms(self._layers):
             states_TH = self._hidden_states_TH(inputs)
             if self.form.pooling == "late":
@@ -445,7 +445,8 @@ class PackedModel(LayoutModel):
         return inputs.first_S if self.form.pooling == "first" else inputs.last_S
 
     def _pool_SH(self, states_TH: Tensor, inputs: PackedInputs) -> Tensor:
-        if current().pooled_S is not None or self._short_layer is not None:  # a row a slot already, or a row a segment
+        cut = current().cut
+        if (cut is not None and cut.is_done) or self._short_layer is not None:  # a row a slot, or a row a segment
             return states_TH[: inputs.first_S.shape[0]]
         if self.form.pooling == "mean":
             return means_SX(states_TH, inputs)

@@ -42,9 +42,11 @@ def without_dropout(model: Any, *, but: Sequence[nn.Module] = (), only_of_number
 
 
 def drops_numbers(module: nn.Module) -> bool:
-    """Return whether a dropout is at work in a module that trains, or a probability of one in its configuration."""
+    """Return whether a dropout is at work, some part of a module in train mode; those of its configuration count."""
     owners = list(module.modules())
-    return any(True for _ in _probabilities((*owners, *_settings_of(owners).values()), _is_dropout))
+    return any(each.training for each in owners) and any(
+        True for _ in _probabilities((*owners, *_settings_of(owners).values()), _is_dropout)
+    )
 
 
 def _settings_of(owners: Sequence[nn.Module]) -> dict[int, Any]:
