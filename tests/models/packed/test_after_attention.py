@@ -43,19 +43,25 @@ def other_layer(model: Any) -> None:
     layer.self_attn.config, layer.self_attn.layer_idx = model.config, 1
 
 
+def other_norm(model: Any) -> None:
+    model.model.layers[-1].post_feedforward_layernorm = nn.Identity()
+
+
 def fewer_layers(model: Any) -> None:
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
 
 
-@pytest.mark.parametrize("change", [other_part, other_layer, fewer_layers])
+@pytest.mark.parametrize("change", [other_part, other_layer, other_norm, fewer_layers])
 def test_a_model_that_was_changed_is_run_as_it_is(change: Callable[[Any], None]) -> None:
     """By the execution that was made before, and by a new one."""
-    run = PackedModel(LLAMA.model(), LLAMA.form)
+    model = FAMILIES["gemma2" if change is other_norm else "llama"].model()
+    run = PackedModel(model, LLAMA.form)
     assert distance(run) < MODEL_FP32
+    assert run.left_out.parameters > 0
     kept = run.model.model.layers[-1].mlp  # alive, and called no more
-    change(run.model)
+    change(model)
     assert distance(run) < MODEL_FP32
-    assert distance(PackedModel(run.model, LLAMA.form)) < MODEL_FP32
+    assert distance(PackedModel(model, LLAMA.form)) < MODEL_FP32
     del kept
 
 

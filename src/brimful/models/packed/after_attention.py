@@ -41,15 +41,20 @@ class AfterAttention:
         self._last = None if last is None else weakref.ref(last)
 
     @property
-    def modules(self) -> tuple[Any, Any, Any]:
-        """The layer, `first` and `last`; None for what is gone, as where a layer was put in place of another."""
-        return self._layer(), self._first(), None if self._last is None else self._last()
+    def modules(self) -> tuple[Any, Any, Any] | None:
+        """The layer, `first` and `last`; None where another module was put in the place of one of them."""
+        layer, first = self._layer(), self._first()
+        last = None if self._last is None else self._last()
+        held = set() if layer is None else set(layer.modules())
+        return (layer, first, last) if {first, first if self._last is None else last} <= held else None
 
     def may_be_cut(self) -> bool:
-        """False where dropout may be drawn, behind `last`, of what it made of all tokens, and where somebody else looks
-        at what the layer makes."""
-        layer, _, last = self.modules
-        return last is None or not (layer is None or _is_watched(layer) or drops_numbers(layer))
+        """False where dropout may be drawn, behind `last`, of what it made of all tokens, where somebody else looks at
+        what the layer makes, and where its modules are others."""
+        if (found := self.modules) is None:
+            return False
+        layer, _, last = found
+        return last is None or not (_is_watched(layer) or drops_numbers(layer))
 
 
 class Cut:
@@ -67,10 +72,11 @@ class Cut:
 
         rows: of the call, for its dropout.
         """
-        layer, first, last = self._after.modules
-        if layer is not module or first is None:
+        found = self._after.modules
+        if found is None or found[0] is not module:
             yield None
             return
+        _, first, last = found
         num_tokens, made = list[int](), list[Tensor]()
 
         def choose(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -83,7 +89,7 @@ class Cut:
             return made_1SH.new_zeros(()).expand(1, num_tokens[0], made_1SH.shape[2])
 
         def finish(output: Any) -> Any:
-            self.is_done = bool(num_tokens)  # a module in its place has not been called so
+            self.is_done = bool(num_tokens)
             if not made:
                 return output
             states_1TH, *others = output if isinstance(output, tuple) else (output,)
