@@ -40,6 +40,10 @@ class AfterAttention:
         self._layer, self._first = weakref.ref(layer), weakref.ref(first)
         self._last = None if last is None else weakref.ref(last)
 
+    def is_of(self, module: nn.Module) -> bool:
+        """True for the last layer."""
+        return self._layer() is module
+
     @property
     def modules(self) -> tuple[Any, Any, Any] | None:
         """The layer, `first` and `last`; None where another module was put in the place of one of them."""
@@ -72,8 +76,8 @@ class Cut:
 
         rows: of the call, for its dropout.
         """
-        found = self._after.modules
-        if found is None or found[0] is not module:
+        found = self._after.modules if self._after.is_of(module) else None
+        if found is None:
             yield None
             return
         _, first, last = found

@@ -64,7 +64,8 @@ def _first_layers(model: Any) -> Any:
                 setattr(module, name, kept)
     if types[0] is not None and "layer_types" in vars(config):
         object.__setattr__(config, "layer_types", types[:kept])
-    _take_weights(layers_of(small)[-1], layers[-1])  # type: ignore[index]
+    copies: Any = layers_of(small)
+    _take_weights(copies[-1], layers[-1])
     return small
 
 
