@@ -92,7 +92,7 @@ ARCHITECTURES = UNPACKED | PACKED
 #: Of those that cannot run in bf16 on a GPU: FNet's transform has no half precision there, and YOSO's own backward pass
 #: meets fp32 and bf16.
 PRECISIONS = {"fnet": "tf32", "yoso": "tf32"}
-#: Of those that transformers runs token by token: a step takes a second.
+#: Of those that transformers runs token by token where torch does not compile it: a step takes a second.
 SLOW = ("zamba", "zamba2", "jamba")
 SHAPES = ("short", "mixed", "dense")
 SIZES = ("base", "small", "smoke")

@@ -83,8 +83,8 @@ def _measured(side: str, work: Work, settings: dict[str, Any], plan: dict[str, A
     steps = {"warm_up": 60 if short else 30, "steps": 40 if short else 12, "rounds": 5}
     if side == "hf":
         steps = {"warm_up": to_compile if settings["compile"] else 10, "steps": 20 if short else 8, "rounds": 5}
-    if work.model in SLOW:
-        few = 2 if side == "hf" and not short else 4  # where a step of Trainer's takes seconds
+    if work.model in SLOW and side == "hf" and not settings["compile"]:
+        few = 4 if short else 2  # a step takes seconds
         steps = {"warm_up": few, "steps": few, "rounds": 5}
     if plan["scale"] != "base":
         steps = {"warm_up": 2, "steps": 2 if plan["scale"] == "smoke" else 6, "rounds": 2}

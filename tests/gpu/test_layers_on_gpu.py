@@ -22,6 +22,7 @@ from kernels.layers.test_postnorm_ops import (
     check_linear_gelu,
     check_two_readers,
 )
+from kernels.layers.test_selective_scan import check_kernels
 from kernels.test_part_adamw import check_steps
 from kernels.test_part_sums import check_sums
 
@@ -45,6 +46,14 @@ def test_sums_of_processes_parts(dtype: torch.dtype, count: int, size: int) -> N
 @pytest.mark.parametrize("size", [1_000_003, 4096])
 def test_adamw_of_a_part(size: int, betas: tuple[float, float]) -> None:
     check_steps("cuda", size, 0.1, betas)
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+@pytest.mark.parametrize(
+    "shape", [(2, 5, 7, 3), (32, 1000, 32, 16), (4, 96, 500, 16), (2, 70, 1025, 16), (1, 6, 4096, 16)]
+)
+def test_a_selective_scan(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    check_kernels(shape, dtype, "cuda")
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -34,7 +34,7 @@ _RULES: tuple[tuple[PartName, str], ...] = (
     ("embedding", r"^embedding_norm_(for|back)ward$"),
     ("contractions", r"^gelu_product$"),
     ("normalisation", r"^(pre)?norm_(for|back)ward$"),
-    ("element-wise", r"^((gelu|gated|heads)_(for|back)ward|dropped|apply_dropout|partial_sums(_add)?)$"),
+    ("element-wise", r"^((gelu|gated|heads|selective_scan)_(for|back)ward|dropped|apply_dropout|partial_sums(_add)?)$"),
     ("copies", r"^(rows_cast|columns_(measure|cast))$"),
     ("optimizer", r"^(adamw_(norm|decide|update|part)|gather_gradients|part_sum|sum_(parts|with_own))$"),
     # Attention: FlashAttention, memory-efficient attention, cuDNN's; cutlass is inside, and so stands below.

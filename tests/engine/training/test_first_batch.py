@@ -24,7 +24,7 @@ from brimful.levers import facts
 from brimful.levers.execution import ExecutionMode
 from brimful.levers.precision import choose_precision
 from brimful.models.model_stats import layers_of
-from brimful.models.packed import packed_forward
+from brimful.models.packed import own_scans, packed_forward
 from brimful.models.packed.equivalence import check_equivalence
 from brimful.models.packed.narrow_windows import NarrowWindows
 from brimful.models.packed.packed_forward import PackedModel, PaddedModel
@@ -174,11 +174,11 @@ def test_both_passes_of_both_sides_have_full_products() -> None:
     assert set(seen) == {"highest"}
 
 
-def test_the_plain_model_takes_its_slices_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a scan, which steps take apart at once: what steps are compared with is transformers' own."""
+def test_the_plain_model_scans_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What steps are compared with is transformers' own, in scans, too."""
     step = make_step(tiny_model("jamba"))
     assert compare(step._built, SAMPLE).passed
-    monkeypatch.setattr(packed_forward, "slices_apart", lambda: pytest.fail("of the step"))
+    monkeypatch.setattr(own_scans, "selective_scan", lambda *_, **__: pytest.fail("of the step"))
     plain_pass.plain(step._built, SAMPLE, choose_precision("fp32", torch.device("cpu")))
 
 

@@ -69,7 +69,7 @@ def fusible_of_pass(
     counted = _Counted(layer_lists(small), num_rows / traced_rows)
     with suppress(Exception), unchanged_random_streams():  # whatever a model's code does not do with such tensors
         with counted.layers_seen():
-            execution = PaddedModel(small, attention, traced=True)
+            execution = PaddedModel(small, attention)
             trace_pass(small, execution, granted, inputs, decided=True, watch=counted)
         return counted.of_all([len(layers) for layers in lists])
     return None

@@ -129,7 +129,7 @@ def _why_the_host(
     failure: Exception | None = None
     for name, dtype in _TRACED:
         device, traced = torch.device(name), copy.deepcopy(small).to(dtype)
-        execution = PaddedModel(traced, attention, traced=True)
+        execution = PaddedModel(traced, attention)
         if pause_in_layers:
             for layer in (layer for layers in layer_lists(traced) for layer in layers):
                 layer._compiled_call_impl = layer._call_impl

@@ -35,9 +35,9 @@ from brimful.models.packed.given_states import GivenStates, means_SX
 from brimful.models.packed.host_decisions import HostDecisions
 from brimful.models.packed.layer_calls import LayerCall, many_compiled_forms, place_calls
 from brimful.models.packed.narrow_windows import NarrowWindows
+from brimful.models.packed.own_scans import OwnScans
 from brimful.models.packed.refusals import refusals
 from brimful.models.packed.replaced_buffers import Place, places_of, write_back
-from brimful.models.packed.slices_apart import has_loops, slices_apart
 
 #: Hidden states of a sequence that the head reads; `late`: all of them, each by itself, and the mean of the logits.
 Pooling = Literal["first", "last", "mean", "late"]
@@ -157,14 +157,13 @@ class PaddedModel(LayoutModel):
     decisions: of its code on the host, where passes are to be captured and these depend on numbers of the device, or
     numbers of the host are copied there, or buffers are replaced. Then logits of a captured pass are NaN where a
     decision would be another one, and what replaces buffers is not written. plain: whether the model's code runs as it
-    is, for others to be compared with: its windows, and slices of a tensor. traced: whether slices alone stay as they
-    are, as their mode would end with those of `HostDecisions.paused` where these began before it.
+    is, for others to be compared with: its windows and its scans.
     """
 
     packed = False
     decisions: HostDecisions | None = None
 
-    def __init__(self, model: Any, attention: str = "sdpa", *, plain: bool = False, traced: bool = False) -> None:
+    def __init__(self, model: Any, attention: str = "sdpa", *, plain: bool = False) -> None:
         self.model, self.attention, self.plain = model, attention, plain
         try:
             model.set_attn_implementation(attention)
@@ -177,7 +176,7 @@ class PaddedModel(LayoutModel):
         lists = [*layer_lists(model), layers_of(model) or ()]  # of several classes, as Jamba's: in the last
         self._layers = list(dict.fromkeys(layer for layers in lists for layer in layers))
         self._unsettled: tuple[list[Place], Tensor | None] | None = None
-        self._apart, self._windows = has_loops(model) and not traced, NarrowWindows(model)
+        self._scans, self._windows = OwnScans(model), NarrowWindows(model)
         self._reads_last_place = any(getattr(module, "summary_type", None) == "last" for module in model.modules())
 
     def __call__(self, inputs: Inputs, context: ForwardContext | None = None) -> ForwardOutputs:
@@ -195,16 +194,16 @@ class PaddedModel(LayoutModel):
         if inputs.places_RL is not None:
             context = replace(context, places_X=inputs.places_RL.flatten())
         if not self.plain:
-            apart = self._apart and torch.is_grad_enabled() and not any(map(_is_compiled, self.model.modules()))
-            context = replace(context, told=partial(self._told, inputs.ids_RL.shape[1], apart=apart))
+            compiled = any(map(_is_compiled, self.model.modules()))
+            context = replace(context, told=partial(self._told, inputs.ids_RL.shape[1], compiled=compiled))
         looks = refusals(self.model.config.model_type, inputs)
         with looks, context.active(), many_compiled_forms(self._layers), context.told():
             return ForwardOutputs(logits=self._logits(given))
 
     @contextmanager
-    def _told(self, length: int, *, apart: bool) -> Iterator[None]:
-        """Within, windows are those of rows of this length, and slices of a tensor are taken apart if wanted."""
-        with self._windows.for_rows(length), slices_apart() if apart else nullcontext():
+    def _told(self, length: int, *, compiled: bool) -> Iterator[None]:
+        """Within, windows and scans are those of rows of this length."""
+        with self._windows.for_rows(length), self._scans.for_rows(length, compiled=compiled):
             yield
 
     def _logits(self, given: dict[str, Any]) -> Tensor:

@@ -1,0 +1,139 @@
+"""The selective scan against transformers' loop over positions, and its kernels against the loop on a CPU.
+
+On the CPU by Triton's interpreter; `tests/gpu/test_layers_on_gpu.py` has what GPUs run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.jamba.modeling_jamba import mamba_selective_scan
+
+from brimful.kernels.layers import selective_scan as scans
+from brimful.kernels.layers.selective_scan import selective_scan
+
+#: Of fp32, relative to the largest number; half precision rounds what is given out.
+CLOSE, ROUNDED = 2e-6, {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+NAMES = ("u", "delta", "A", "B", "C")
+
+
+def numbers(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
+    """Of rows, channels, positions and states. B and C lie as a projection of all of a position leaves them."""
+    rows, width, length, states = shape
+    random = torch.Generator().manual_seed(0)
+
+    def drawn(*size: int) -> Tensor:
+        return torch.randn(size, generator=random).to(device)
+
+    projected = drawn(rows, length, 3 + 2 * states).to(dtype)
+    return {
+        "u": drawn(rows, width, length).to(dtype),
+        "delta": F.softplus(drawn(rows, length, width)).transpose(1, 2),
+        "A": -torch.exp(drawn(width, states)),
+        "B": projected[..., 3 : 3 + states].transpose(1, 2),
+        "C": projected[..., 3 + states :].transpose(1, 2),
+    }
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    own, other = (x.detach().float().cpu() for x in (found, expected))
+    return float((own - other).abs().max() / other.abs().max())
+
+
+def check_kernels(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
+    """Both kernels against the loop on the CPU, on the same numbers."""
+    from brimful.kernels.layers.selective_scan_kernels import scan_backward, scan_forward
+
+    given = numbers(shape, dtype, device)
+    here = [given[name].cpu() for name in NAMES]
+    states = scans._states(*here[:4])
+    expected = (states @ scans._by_position(here[4])[..., None]).squeeze(-1).permute(1, 2, 0)
+    found = scan_forward(*given.values())
+    assert found.dtype == dtype
+    assert difference(found, expected) < ROUNDED[dtype]
+    gradient = torch.randn(shape[0], shape[2], shape[1], generator=torch.Generator().manual_seed(1)).transpose(1, 2)
+    wanted = scans._backward(gradient, *here, states)
+    again = [scan_backward(gradient.to(device), *given.values()) for _ in range(2)]
+    for name, own, other, each in zip(NAMES, *again, wanted, strict=True):
+        assert difference(own, each) < ROUNDED[own.dtype], name
+        assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((2, 5, 7, 3), torch.float32), ((1, 70, 33, 2), torch.float32), ((2, 3, 17, 2), torch.float16)]
+)
+def test_kernels(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Positions that fill no tile, and more channels than one has."""
+    pytest.importorskip("triton")
+    check_kernels(shape, dtype, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("around", [True, False])
+def test_as_transformers_loop(around: bool, dtype: torch.dtype) -> None:
+    """With what is added and multiplied around it, and without."""
+    given = numbers((3, 10, 21, 4), dtype)
+    rest = (
+        {"D": torch.randn(10), "z": torch.randn(3, 10, 21).to(dtype), "delta_bias": torch.randn(10)} if around else {}
+    )
+    mine, theirs = ({name: x.clone().requires_grad_() for name, x in (given | rest).items()} for _ in range(2))
+    first = [mine[name] for name in NAMES]
+    found = selective_scan(
+        *first, D_D=mine.get("D"), z_BDL=mine.get("z"), bias_D=mine.get("delta_bias"), softplus=around
+    )
+    others = {name: theirs[name] for name in rest}
+    expected = mamba_selective_scan(*(theirs[name] for name in NAMES), **others, delta_softplus=around)
+    assert found.dtype == (expected.dtype if around else dtype)
+    assert difference(found, expected) < ROUNDED[dtype]
+    weight = torch.randn(found.shape)
+    (found * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for name, x in theirs.items():
+        own, other = mine[name].grad, x.grad
+        assert own is not None
+        assert other is not None
+        assert own.dtype == other.dtype
+        assert difference(own, other) < 4 * ROUNDED[dtype], name
+
+
+def test_the_gradient_is_that_of_differences() -> None:
+    given = {name: x.double().requires_grad_() for name, x in numbers((2, 3, 4, 2), torch.float32).items()}
+    assert torch.autograd.gradcheck(scans._Scan.apply, tuple(given.values()))
+
+
+def test_products_are_not_rounded_by_autocast() -> None:
+    given = list(numbers((2, 6, 9, 4), torch.float32).values())
+    plain = selective_scan(*given)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(selective_scan(*given), plain)
+
+
+class _Counted(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_trace_counts_no_positions() -> None:
+    """On tensors without numbers the shapes are there, after as many operators whatever the length."""
+    counts = []
+    for length in (5, 50):
+        given = [x.to("meta").requires_grad_() for x in numbers((2, 6, length, 4), torch.bfloat16).values()]
+        with _Counted() as counted:
+            found = selective_scan(*given)
+            found.sum().backward()
+        assert found.shape == given[0].shape
+        assert [(x.grad.shape, x.grad.dtype) for x in given if x.grad is not None] == [
+            (x.shape, x.dtype) for x in given
+        ]
+        counts.append(counted.count)
+    assert counts[0] == counts[1]

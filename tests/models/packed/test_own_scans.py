@@ -1,0 +1,184 @@
+"""Scans of state-space layers in a pass: the plain model's numbers, and modules that end as they were."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from brimful.kernels.layout import PaddedInputs
+from brimful.models.model_stats import layers_of
+from brimful.models.packed import own_scans
+from brimful.models.packed.host_decisions import HostDecisions
+from brimful.models.packed.own_scans import OwnScans
+from brimful.models.packed.packed_forward import PaddedModel
+from brimful.models.packed.recompute import recompute
+from heads.tiny_heads import tiny_model
+
+#: transformers' chunk, as released.
+CHUNK = 256
+
+
+def rows(model: Any, length: int = 24) -> PaddedInputs:
+    random = torch.Generator().manual_seed(0)
+    ids_RL = torch.randint(5, model.config.vocab_size, (3, length), generator=random)
+    mask_RL = torch.ones_like(ids_RL)
+    mask_RL[1, 9:] = 0
+    return PaddedInputs(ids_RL=ids_RL, mask_RL=mask_RL, types_RL=None)
+
+
+def mixers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if "MambaMixer" in type(module).__name__]
+
+
+def model_of(kind: str) -> Any:
+    model: Any = tiny_model(kind).train()
+    for each in mixers(model):
+        if hasattr(each, "chunk_size"):
+            each.chunk_size = CHUNK
+    return model
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Positions of each of our scans."""
+    made, scan = list[int](), own_scans.selective_scan
+
+    def counted(u: Any, *args: Any, **kwargs: Any) -> Any:
+        made.append(u.shape[-1])
+        return scan(u, *args, **kwargs)
+
+    monkeypatch.setattr(own_scans, "selective_scan", counted)
+    return made
+
+
+@pytest.mark.parametrize(("kind", "length"), [("jamba", 24), ("zamba", 24), ("zamba2", 24), ("zamba2", 100)])
+@pytest.mark.parametrize("how", ["by itself", "recorded", "computed again"])
+def test_the_gradient_of_the_plain_model(kind: str, length: int, how: str, calls: list[int]) -> None:
+    """100 tokens are a chunk of 64 and one that is filled up."""
+    model = model_of(kind)
+    plain, inputs = copy.deepcopy(model), rows(model, length)
+    expected = PaddedModel(plain, "eager", plain=True)(inputs).logits
+    expected.square().sum().backward()
+    assert calls == []
+    execution = PaddedModel(model, "eager")
+    execution.decisions = HostDecisions() if how == "recorded" else None
+    if how == "computed again":
+        layers = list(layers_of(model))
+        recompute(layers, range(len(layers)))
+    found = execution(inputs).logits
+    found.square().sum().backward()
+    heads = {"jamba": 1, "zamba": 2, "zamba2": 0}[kind]  # zamba scans each head by itself
+    assert calls == [length] * heads * len(mixers(model)) * (2 if how == "computed again" else 1)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for own, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (own.grad is None) is (theirs.grad is None)
+        if own.grad is not None and theirs.grad is not None:
+            assert (own.grad - theirs.grad).norm() <= 5e-5 * theirs.grad.norm() + 1e-7
+
+
+def test_chunks_are_no_longer_than_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And have their own length once the pass is over, be it by an error."""
+    model, seen = model_of("zamba2"), list[int]()
+    mixer = mixers(model)[0]
+    handle = mixer.register_forward_pre_hook(lambda module, _: seen.append(module.chunk_size))
+    execution = PaddedModel(model)
+    for length in (9, 16, 40, 100, 300):
+        execution(rows(model, length))
+    PaddedModel(model, plain=True)(rows(model))
+    assert seen == [16, 16, 40, 64, 64, CHUNK]
+    mixer.chunk_size = 32
+    short = PaddedModel(model)
+    for length in (16, 100):
+        short(rows(model, length))
+    assert seen[6:] == [16, 32]
+    handle.remove()
+    mixer.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        short(rows(model))
+    assert mixer.chunk_size == 32
+
+
+def test_modules_end_as_they_were(calls: list[int]) -> None:
+    model = model_of("zamba")
+    before = [dict(vars(module)) for module in model.modules()]
+    execution = PaddedModel(model)
+    execution(rows(model))
+    assert calls
+    assert [list(vars(module)) for module in model.modules()] == [list(each) for each in before]
+    mixers(model)[0].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        execution(rows(model))
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_passes_without_a_gradient_scan_so_too(calls: list[int]) -> None:
+    model = model_of("jamba").eval()
+    with torch.no_grad():
+        found = PaddedModel(model)(rows(model)).logits
+        assert len(calls) == 1
+        expected = PaddedModel(model, plain=True)(rows(model)).logits
+    assert len(calls) == 1
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def _as_compiled(model: Any) -> None:
+    layer = model.base_model.layers[0]
+    layer._compiled_call_impl = layer._call_impl
+
+
+def _with_a_forward_of_its_own(model: Any) -> None:
+    for mixer in mixers(model):
+        mixer.forward = mixer.forward
+
+
+def _with_a_hook_of_accelerate(model: Any) -> None:
+    for mixer in mixers(model):
+        mixer.conv1d._hf_hook = None
+
+
+def _in_double_precision(model: Any) -> None:
+    model.double()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_as_compiled, _with_a_forward_of_its_own, _with_a_hook_of_accelerate, _in_double_precision],
+    ids=lambda change: change.__name__.strip("_"),
+)
+def test_what_is_left_to_transformers(change: Any, calls: list[int]) -> None:
+    """A compiler has a scan of its own; what someone put in a forward's place stays; fp64 is transformers' mixture."""
+    model = model_of("zamba")
+    change(model)
+    found = PaddedModel(model)(rows(model)).logits
+    assert calls == []
+    assert torch.equal(found, PaddedModel(model, plain=True)(rows(model)).logits)
+
+
+def test_a_package_of_kernels_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_scans, "find_spec", lambda name: object() if name == "mamba_ssm" else None)
+    for kind in ("jamba", "zamba2"):
+        scans = OwnScans(model_of(kind))
+        assert scans._calls == scans._chunks == []
+
+
+def test_models_without_a_scan_are_left_alone() -> None:
+    for kind in ("bert", "qwen3_next"):
+        scans = OwnScans(tiny_model(kind))
+        assert scans._calls == scans._chunks == []
+
+
+def test_more_than_ours_does_is_transformers(calls: list[int]) -> None:
+    """The last state, which a cache would keep."""
+    model = model_of("jamba")
+    scan = OwnScans(model)._calls[0][1].__globals__["mamba_selective_scan"]
+    u, dt, of_state = torch.randn(2, 6, 5), torch.rand(2, 6, 5), torch.randn(2, 3, 5)
+    given = (u, dt, -torch.rand(6, 3), of_state, of_state)
+    out, state = scan(*given, return_last_state=True)
+    assert calls == []
+    assert state.shape == (2, 6, 3)
+    torch.testing.assert_close(scan(*given), out, rtol=1e-5, atol=1e-6)
+    assert calls == [5]
