@@ -20,6 +20,7 @@ from heads.tiny_heads import tiny_model
 
 #: transformers' chunk, as released.
 CHUNK = 256
+SCANS = ("selective_scan", "chunked_scan")
 
 
 def rows(model: Any, length: int = 24) -> PaddedInputs:
@@ -45,20 +46,24 @@ def model_of(kind: str) -> Any:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Positions of each of our scans."""
-    made, scan = list[int](), own_scans.selective_scan
+    made = list[int]()
 
-    def counted(u: Any, *args: Any, **kwargs: Any) -> Any:
-        made.append(u.shape[-1])
-        return scan(u, *args, **kwargs)
+    def counted(scan: Any, place: int) -> Any:
+        def scanned(*args: Any, **kwargs: Any) -> Any:
+            made.append(args[0].shape[place])
+            return scan(*args, **kwargs)
 
-    monkeypatch.setattr(own_scans, "selective_scan", counted)
+        return scanned
+
+    for name, place in zip(SCANS, (2, 1), strict=True):
+        monkeypatch.setattr(own_scans, name, counted(getattr(own_scans, name), place))
     return made
 
 
 @pytest.mark.parametrize(("kind", "length"), [("jamba", 24), ("zamba", 24), ("zamba2", 24), ("zamba2", 100)])
 @pytest.mark.parametrize("how", ["by itself", "recorded", "computed again"])
 def test_the_gradient_of_the_plain_model(kind: str, length: int, how: str, calls: list[int]) -> None:
-    """100 tokens are a chunk of 64 and one that is filled up."""
+    """100 tokens are two chunks, of which one is filled up."""
     model = model_of(kind)
     plain, inputs = copy.deepcopy(model), rows(model, length)
     expected = PaddedModel(plain, "eager", plain=True)(inputs).logits
@@ -71,35 +76,13 @@ def test_the_gradient_of_the_plain_model(kind: str, length: int, how: str, calls
         recompute(layers, range(len(layers)))
     found = execution(inputs).logits
     found.square().sum().backward()
-    heads = {"jamba": 1, "zamba": 2, "zamba2": 0}[kind]  # zamba scans each head by itself
+    heads = {"jamba": 1, "zamba": 2, "zamba2": 1}[kind]  # zamba scans each head by itself
     assert calls == [length] * heads * len(mixers(model)) * (2 if how == "computed again" else 1)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     for own, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert (own.grad is None) is (theirs.grad is None)
         if own.grad is not None and theirs.grad is not None:
             assert (own.grad - theirs.grad).norm() <= 5e-5 * theirs.grad.norm() + 1e-7
-
-
-def test_chunks_are_no_longer_than_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And have their own length once the pass is over, be it by an error."""
-    model, seen = model_of("zamba2"), list[int]()
-    mixer = mixers(model)[0]
-    handle = mixer.register_forward_pre_hook(lambda module, _: seen.append(module.chunk_size))
-    execution = PaddedModel(model)
-    for length in (9, 16, 40, 100, 300):
-        execution(rows(model, length))
-    PaddedModel(model, plain=True)(rows(model))
-    assert seen == [16, 16, 40, 64, 64, CHUNK]
-    mixer.chunk_size = 32
-    short = PaddedModel(model)
-    for length in (16, 100):
-        short(rows(model, length))
-    assert seen[6:] == [16, 32]
-    handle.remove()
-    mixer.register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        short(rows(model))
-    assert mixer.chunk_size == 32
 
 
 def test_modules_end_as_they_were(calls: list[int]) -> None:
@@ -144,14 +127,15 @@ def _in_double_precision(model: Any) -> None:
     model.double()
 
 
+@pytest.mark.parametrize("kind", ["zamba", "zamba2"])
 @pytest.mark.parametrize(
     "change",
     [_as_compiled, _with_a_forward_of_its_own, _with_a_hook_of_accelerate, _in_double_precision],
     ids=lambda change: change.__name__.strip("_"),
 )
-def test_what_is_left_to_transformers(change: Any, calls: list[int]) -> None:
+def test_what_is_left_to_transformers(change: Any, kind: str, calls: list[int]) -> None:
     """A compiler has a scan of its own; what someone put in a forward's place stays; fp64 is transformers' mixture."""
-    model = model_of("zamba")
+    model = model_of(kind)
     change(model)
     found = PaddedModel(model)(rows(model)).logits
     assert calls == []
@@ -161,24 +145,40 @@ def test_what_is_left_to_transformers(change: Any, calls: list[int]) -> None:
 def test_a_package_of_kernels_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_scans, "find_spec", lambda name: object() if name == "mamba_ssm" else None)
     for kind in ("jamba", "zamba2"):
-        scans = OwnScans(model_of(kind))
-        assert scans._calls == scans._chunks == []
+        assert OwnScans(model_of(kind))._calls == []
 
 
 def test_models_without_a_scan_are_left_alone() -> None:
     for kind in ("bert", "qwen3_next"):
-        scans = OwnScans(tiny_model(kind))
-        assert scans._calls == scans._chunks == []
+        assert OwnScans(tiny_model(kind))._calls == []
+
+
+def _scan_of(kind: str, name: str) -> Any:
+    return OwnScans(model_of(kind))._calls[0][1].__globals__[name]
 
 
 def test_more_than_ours_does_is_transformers(calls: list[int]) -> None:
-    """The last state, which a cache would keep."""
-    model = model_of("jamba")
-    scan = OwnScans(model)._calls[0][1].__globals__["mamba_selective_scan"]
+    """The last state, which a cache would keep. What neither scan has is left out by both."""
+    scan = _scan_of("jamba", "mamba_selective_scan")
     u, dt, of_state = torch.randn(2, 6, 5), torch.rand(2, 6, 5), torch.randn(2, 3, 5)
     given = (u, dt, -torch.rand(6, 3), of_state, of_state)
     out, state = scan(*given, return_last_state=True)
     assert calls == []
     assert state.shape == (2, 6, 3)
-    torch.testing.assert_close(scan(*given), out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(scan(*given, return_dict=True), out, rtol=1e-5, atol=1e-6)
     assert calls == [5]
+
+
+def test_a_chunked_scan_with_a_state_is_transformers(calls: list[int]) -> None:
+    scan = _scan_of("zamba2", "mamba2_chunk_scan")
+    x, dt, of_state = torch.randn(2, 5, 6, 4), torch.rand(2, 5, 6), torch.randn(2, 5, 1, 3)
+    given, first = (x, dt, -torch.rand(6), of_state, of_state, 16), torch.randn(2, 6, 4, 3)
+    begun, state = scan(*given, initial_states=first, return_final_states=True)
+    assert calls == []
+    assert state.shape == first.shape
+    found = scan(*given, return_final_states=False, initial_states=None, position_ids=torch.arange(5))
+    assert calls == [5]
+    torch.testing.assert_close(found, scan(*given, return_final_states=True)[0], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found, begun)
+    with pytest.raises(ValueError, match="packed sequences"):
+        scan(*given, seq_idx=torch.zeros(2, 5))

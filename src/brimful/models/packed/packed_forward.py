@@ -202,8 +202,8 @@ class PaddedModel(LayoutModel):
 
     @contextmanager
     def _told(self, length: int, *, compiled: bool) -> Iterator[None]:
-        """Within, windows and scans are those of rows of this length."""
-        with self._windows.for_rows(length), self._scans.for_rows(length, compiled=compiled):
+        """Within, windows are those of rows of this length, and scans our own; torch's compiler has one for itself."""
+        with self._windows.for_rows(length), nullcontext() if compiled else self._scans.scanning():
             yield
 
     def _logits(self, given: dict[str, Any]) -> Tensor:

@@ -1,0 +1,86 @@
+"""The scan in chunks against transformers' own, on lengths that fill a chunk, none, and several."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.zamba2.modeling_zamba2 import mamba2_chunk_scan
+
+from brimful.kernels.layers.chunked_scan import chunked_scan
+from tolerances import ATTENTION
+
+CLOSE = ATTENTION[torch.float32]
+
+
+def numbers(rows: int, length: int, heads: int, of_head: int, groups: int, states: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(0)
+
+    def drawn(*size: int) -> Tensor:
+        return torch.randn(size, generator=random)
+
+    return {
+        "x": drawn(rows, length, heads, of_head),
+        "dt": drawn(rows, length, heads),
+        "A": -torch.exp(drawn(heads)),
+        "B": drawn(rows, length, groups, states),
+        "C": drawn(rows, length, groups, states),
+    }
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).detach().norm() / expected.detach().norm())
+
+
+@pytest.mark.parametrize("length", [1, 20, 64, 65, 300])
+@pytest.mark.parametrize(("groups", "around"), [(1, True), (3, False)])
+def test_as_transformers(length: int, groups: int, around: bool) -> None:
+    """With what is added around it, and without. Steps of 0 to infinity, and held within limits."""
+    given = numbers(2, length, 6, 5, groups, 4)
+    rest = {"D": torch.randn(6), "dt_bias": torch.randn(6)} if around else {}
+    if not around:
+        given["dt"] = given["dt"].abs()
+    mine, theirs = ({name: x.clone().requires_grad_() for name, x in (given | rest).items()} for _ in range(2))
+    limits = (0.1, 1.5) if around else (0.0, math.inf)
+    first = [mine[name] for name in given]
+    found = chunked_scan(*first, D_H=mine.get("D"), bias_H=mine.get("dt_bias"), softplus=around, limits=limits)
+    expected = mamba2_chunk_scan(
+        *(theirs[name] for name in given), chunk_size=256, **{name: theirs[name] for name in rest},
+        dt_softplus=around, dt_limit=limits,
+    )  # fmt: skip
+    assert found.shape == expected.shape
+    assert difference(found, expected) < CLOSE
+    weight = torch.randn(found.shape)
+    (found * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for name, x in theirs.items():
+        own, other = mine[name].grad, x.grad
+        assert own is not None
+        assert other is not None
+        if name == "A" and length == 1:  # no state before it
+            assert own.abs().max() < 1e-6
+            continue
+        assert difference(own, other) < CLOSE, name
+
+
+def test_half_precision_gives_fp32() -> None:
+    """As transformers' own: what is half is what it was given."""
+    given = numbers(2, 70, 4, 8, 1, 4)
+    half = {name: x if name == "A" else x.bfloat16() for name, x in given.items()}
+    found, expected = chunked_scan(*half.values(), softplus=True), chunked_scan(*given.values(), softplus=True)
+    theirs = mamba2_chunk_scan(*half.values(), chunk_size=64, dt_softplus=True)
+    assert found.dtype == theirs.dtype == torch.float32
+    assert difference(found, theirs) < CLOSE
+    assert difference(found, expected) < 2e-2
+
+
+def test_no_more_pairs_than_a_row_needs() -> None:
+    """Of 65 positions: two chunks of 40, not two of 64."""
+    given = [x.requires_grad_() for x in numbers(1, 65, 1, 1, 1, 1).values()]
+    sizes = set[tuple[int, ...]]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.add(tuple(x.shape)), x)[1], lambda x: x):
+        chunked_scan(*given)
+    assert (1, 2, 1, 40, 40) in sizes
+    assert max(math.prod(size) for size in sizes) == 2 * 40 * 40
