@@ -175,7 +175,7 @@ def test_both_passes_of_both_sides_have_full_products() -> None:
 
 
 def test_the_plain_model_scans_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What steps are compared with is transformers' own, in scans, too."""
+    """The reference of a step is transformers' own code, in scans, too."""
     step = make_step(tiny_model("jamba"))
     assert compare(step._built, SAMPLE).passed
     monkeypatch.setattr(own_scans, "selective_scan", lambda *_, **__: pytest.fail("of the step"))

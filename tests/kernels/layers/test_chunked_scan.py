@@ -1,4 +1,4 @@
-"""The scan in chunks against transformers' own, on lengths that fill a chunk, none, and several."""
+"""The scan in chunks against the recurrence, on lengths that fill a chunk, none, and several."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.zamba2.modeling_zamba2 import mamba2_chunk_scan
 
@@ -24,7 +25,7 @@ def numbers(rows: int, length: int, heads: int, of_head: int, groups: int, state
     return {
         "x": drawn(rows, length, heads, of_head),
         "dt": drawn(rows, length, heads),
-        "A": -torch.exp(drawn(heads)),
+        "A": -torch.exp(2 * drawn(heads) - 4),  # some states last for chunks, some for a few positions
         "B": drawn(rows, length, groups, states),
         "C": drawn(rows, length, groups, states),
     }
@@ -34,28 +35,43 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).detach().norm() / expected.detach().norm())
 
 
+def by_position(given: dict[str, Tensor], *, softplus: bool, limits: tuple[float, float]) -> Tensor:
+    """The recurrence itself."""
+    dt = given["dt"] + given["dt_bias"] if "dt_bias" in given else given["dt"]
+    dt = (F.softplus(dt) if softplus else dt).clamp(*limits)
+    of_group = given["x"].shape[2] // given["B"].shape[2]
+    b, c = (given[name].repeat_interleave(of_group, dim=2) for name in ("B", "C"))
+    state, found = torch.zeros((), dtype=dt.dtype), []
+    for place in range(dt.shape[1]):
+        kept = torch.exp(dt[:, place] * given["A"])[..., None, None]
+        added = (dt[:, place, :, None] * given["x"][:, place])[..., None] * b[:, place, :, None]
+        state = kept * state + added
+        found.append((state * c[:, place, :, None]).sum(-1))
+    out = torch.stack(found, dim=1)
+    return out + given["D"][:, None] * given["x"] if "D" in given else out
+
+
 @pytest.mark.parametrize("length", [1, 20, 64, 65, 300])
 @pytest.mark.parametrize(("groups", "around"), [(1, True), (3, False)])
-def test_as_transformers(length: int, groups: int, around: bool) -> None:
-    """With what is added around it, and without. Steps of 0 to infinity, and held within limits."""
+def test_as_position_by_position(length: int, groups: int, around: bool) -> None:
+    """In fp64, and as transformers' own: with what is added around it, and without, and steps held within limits."""
     given = numbers(2, length, 6, 5, groups, 4)
     rest = {"D": torch.randn(6), "dt_bias": torch.randn(6)} if around else {}
-    if not around:
-        given["dt"] = given["dt"].abs()
-    mine, theirs = ({name: x.clone().requires_grad_() for name, x in (given | rest).items()} for _ in range(2))
+    given["dt"] = given["dt"] if around else given["dt"].abs()
+    mine = {name: x.clone().requires_grad_() for name, x in (given | rest).items()}
+    exact = {name: x.double().requires_grad_() for name, x in (given | rest).items()}
     limits = (0.1, 1.5) if around else (0.0, math.inf)
     first = [mine[name] for name in given]
     found = chunked_scan(*first, D_H=mine.get("D"), bias_H=mine.get("dt_bias"), softplus=around, limits=limits)
-    expected = mamba2_chunk_scan(
-        *(theirs[name] for name in given), chunk_size=256, **{name: theirs[name] for name in rest},
-        dt_softplus=around, dt_limit=limits,
-    )  # fmt: skip
-    assert found.shape == expected.shape
+    expected = by_position(exact, softplus=around, limits=limits)
+    theirs = mamba2_chunk_scan(*given.values(), chunk_size=256, **rest, dt_softplus=around, dt_limit=limits)
+    assert found.shape == theirs.shape
+    assert difference(found, theirs) < CLOSE
     assert difference(found, expected) < CLOSE
     weight = torch.randn(found.shape)
     (found * weight).sum().backward()
     (expected * weight).sum().backward()
-    for name, x in theirs.items():
+    for name, x in exact.items():
         own, other = mine[name].grad, x.grad
         assert own is not None
         assert other is not None

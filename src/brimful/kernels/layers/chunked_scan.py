@@ -65,7 +65,7 @@ def chunked_scan(
 
 
 def _within(added_BKQHP: Tensor, powers_BKQH: Tensor, B_BKGQN: Tensor, C_BKGQN: Tensor) -> Tensor:
-    """What each position gives out of those of its chunk up to itself, (B, K, Q, H, P)."""
+    """Outputs of each position, of those of its chunk up to itself, (B, K, Q, H, P)."""
     size, groups = added_BKQHP.shape[2], B_BKGQN.shape[2]
     powers_BKHQ = powers_BKQH.transpose(2, 3)
     later_QQ = torch.ones(size, size, dtype=torch.bool, device=added_BKQHP.device).triu(1)
@@ -78,7 +78,7 @@ def _within(added_BKQHP: Tensor, powers_BKQH: Tensor, B_BKGQN: Tensor, C_BKGQN: 
 
 
 def _from_before(added_BKQHP: Tensor, powers_BKQH: Tensor, B_BKGQN: Tensor, C_BKGQN: Tensor) -> Tensor:
-    """What each position gives out of the chunks before its own, (B, K, Q, H, P)."""
+    """Outputs of each position, of the chunks before its own, (B, K, Q, H, P)."""
     chunks, heads, groups = added_BKQHP.shape[1], added_BKQHP.shape[3], B_BKGQN.shape[2]
     each = (groups, heads // groups)
     at_end_BKQHP = added_BKQHP * (powers_BKQH[:, :, -1:] - powers_BKQH).float().exp()[..., None]

@@ -86,7 +86,7 @@ def selective_scan_backward(
 
 
 def scan_forward(u_BDL: Tensor, delta_BDL: Tensor, A_DN: Tensor, B_BNL: Tensor, C_BNL: Tensor) -> Tensor:
-    """What the states give out, (B, D, L), in the dtype of u."""
+    """Outputs of the states, (B, D, L), in the dtype of u."""
     u, delta, A = _lines(u_BDL), _lines(delta_BDL), A_DN.float().contiguous()
     y_BDL = u.new_empty(u.shape)
     grid, shape = _launch(u)
