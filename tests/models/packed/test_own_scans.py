@@ -20,7 +20,8 @@ from heads.tiny_heads import tiny_model
 
 #: transformers' chunk, as released.
 CHUNK = 256
-SCANS = ("selective_scan", "chunked_scan")
+#: Our scans, and where their positions are.
+SCANS = {"selective_scan": 2, "chunked_scan": 1, "gated_delta_rule": 1}
 
 
 def rows(model: Any, length: int = 24) -> PaddedInputs:
@@ -28,15 +29,17 @@ def rows(model: Any, length: int = 24) -> PaddedInputs:
     ids_RL = torch.randint(5, model.config.vocab_size, (3, length), generator=random)
     mask_RL = torch.ones_like(ids_RL)
     mask_RL[1, 9:] = 0
+    ids_RL *= mask_RL
     return PaddedInputs(ids_RL=ids_RL, mask_RL=mask_RL, types_RL=None)
 
 
 def mixers(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if "MambaMixer" in type(module).__name__]
+    return [module for module in model.modules() if type(module).__name__.endswith(("MambaMixer", "GatedDeltaNet"))]
 
 
 def model_of(kind: str) -> Any:
     model: Any = tiny_model(kind).train()
+    model.config.pad_token_id = 0
     for each in mixers(model):
         if hasattr(each, "chunk_size"):
             each.chunk_size = CHUNK
@@ -55,12 +58,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return scanned
 
-    for name, place in zip(SCANS, (2, 1), strict=True):
+    for name, place in SCANS.items():
         monkeypatch.setattr(own_scans, name, counted(getattr(own_scans, name), place))
     return made
 
 
-@pytest.mark.parametrize(("kind", "length"), [("jamba", 24), ("zamba", 24), ("zamba2", 24), ("zamba2", 100)])
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [
+        *(("jamba", 24), ("zamba", 24), ("zamba2", 24), ("zamba2", 100)),
+        *(("qwen3_5_text", 24), ("qwen3_next", 24), ("qwen3_next", 100)),
+    ],
+)
 @pytest.mark.parametrize("how", ["by itself", "recorded", "computed again"])
 def test_the_gradient_of_the_plain_model(kind: str, length: int, how: str, calls: list[int]) -> None:
     """100 tokens are two chunks, of which one is filled up."""
@@ -76,7 +85,7 @@ def test_the_gradient_of_the_plain_model(kind: str, length: int, how: str, calls
         recompute(layers, range(len(layers)))
     found = execution(inputs).logits
     found.square().sum().backward()
-    heads = {"jamba": 1, "zamba": 2, "zamba2": 1}[kind]  # zamba scans each head by itself
+    heads = 2 if kind == "zamba" else 1  # it scans each by itself
     assert calls == [length] * heads * len(mixers(model)) * (2 if how == "computed again" else 1)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     for own, theirs in zip(model.parameters(), plain.parameters(), strict=True):
@@ -127,7 +136,7 @@ def _in_double_precision(model: Any) -> None:
     model.double()
 
 
-@pytest.mark.parametrize("kind", ["zamba", "zamba2"])
+@pytest.mark.parametrize("kind", ["zamba", "zamba2", "qwen3_5_text"])
 @pytest.mark.parametrize(
     "change",
     [_as_compiled, _with_a_forward_of_its_own, _with_a_hook_of_accelerate, _in_double_precision],
@@ -143,13 +152,13 @@ def test_what_is_left_to_transformers(change: Any, kind: str, calls: list[int]) 
 
 
 def test_a_package_of_kernels_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_scans, "find_spec", lambda name: object() if name == "mamba_ssm" else None)
-    for kind in ("jamba", "zamba2"):
+    monkeypatch.setattr(own_scans, "find_spec", lambda name: object() if name in ("mamba_ssm", "fla") else None)
+    for kind in ("jamba", "zamba2", "qwen3_next"):
         assert OwnScans(model_of(kind))._calls == []
 
 
 def test_models_without_a_scan_are_left_alone() -> None:
-    for kind in ("bert", "qwen3_next"):
+    for kind in ("bert", "llama"):
         assert OwnScans(tiny_model(kind))._calls == []
 
 
@@ -182,3 +191,17 @@ def test_a_chunked_scan_with_a_state_is_transformers(calls: list[int]) -> None:
     assert not torch.allclose(found, begun)
     with pytest.raises(ValueError, match="packed sequences"):
         scan(*given, seq_idx=torch.zeros(2, 5))
+
+
+def test_a_delta_rule_with_a_state_is_transformers(calls: list[int]) -> None:
+    rule = _scan_of("qwen3_next", "torch_chunk_gated_delta_rule")
+    q, v, g, first = torch.randn(2, 5, 3, 4), torch.randn(2, 5, 6, 2), -torch.rand(2, 5, 6), torch.randn(2, 6, 4, 2)
+    given = (q.repeat_interleave(2, dim=2), q.repeat_interleave(2, dim=2), v, g, torch.rand(2, 5, 6))
+    begun, state = rule(*given, initial_state=first, output_final_state=True)
+    assert calls == []
+    assert state.shape == first.shape
+    found, none = rule(*given, output_final_state=False, initial_state=None, cu_seqlens=None)
+    assert calls == [5]
+    assert none is None
+    torch.testing.assert_close(found, rule(*given, output_final_state=True)[0], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found, begun)

@@ -1,8 +1,9 @@
-"""Scans of state-space layers as a pass computes them, Mamba's (Jamba, Zamba) and Mamba-2's (Zamba2).
+"""Scans of layers with a state as a pass computes them: Mamba's (Jamba, Zamba), Mamba-2's (Zamba2) and the gated delta
+rule (Qwen3.5, Qwen3-Next).
 
-Where the package mamba_ssm is missing, transformers scans Mamba's states position by position, and those of Mamba-2 in
-chunks of 256 positions. A module's forward is transformers' own code here, with the scan that it calls by name replaced
-in a copy of its globals. What a scan of ours is not made for transformers' own computes.
+Where a package with kernels is missing, transformers scans Mamba's states position by position, and the others in
+chunks of 256 and 64 positions. A module's forward is transformers' own code here, with the scan that it calls by name
+replaced in a copy of its globals. What a scan of ours is not made for transformers' own computes.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from brimful.kernels.layers.chunked_scan import chunked_scan
+from brimful.kernels.layers.gated_delta import gated_delta_rule
 from brimful.kernels.layers.selective_scan import LONGEST, has_kernels, selective_scan
 
-#: The package whose kernels transformers takes for both scans where it is installed.
-_KERNELS = "mamba_ssm"
 #: Arguments that choose between ways to compute the same numbers, and those with which transformers' own refuse.
-_WAYS, _REFUSED = frozenset({"use_mambapy", "use_associative_scan"}), frozenset({"seq_idx", "cu_seqlens"})
+_WAYS, _REFUSED = frozenset({"chunk_size", "use_mambapy", "use_associative_scan"}), frozenset({"seq_idx", "cu_seqlens"})
 
 
 class OwnScans:
@@ -51,9 +51,10 @@ def _with_own_scan(module: nn.Module) -> FunctionType | None:
     """The module's forward with our scan; None where it calls none of transformers' own, or hooks of accelerate move
     what it reads."""
     code = inspect.unwrap(type(module).forward)
-    if not isinstance(code, FunctionType) or find_spec(_KERNELS) is not None:
+    if not isinstance(code, FunctionType):
         return None
-    ours = {name: own(code.__globals__[name]) for name, own in _OWN.items() if name in code.__code__.co_names}
+    called = [name for name in _OWN if name in code.__code__.co_names]
+    ours = {name: _OWN[name](code.__globals__[name]) for name in called if find_spec(_KERNELS[name]) is None}
     if not ours or any(hasattr(each, "_hf_hook") for each in module.modules()):
         return None
     call = FunctionType(code.__code__, code.__globals__ | ours, code.__name__, code.__defaults__, code.__closure__)
@@ -97,6 +98,22 @@ def _chunked(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return scan
 
 
+def _gated_delta(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """The gated delta rule, with transformers' arguments; it returns a state, too, which is None here."""
+    more = _more_than_ours(theirs)
+
+    @wraps(theirs)
+    def scan(
+        query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *,
+        use_qk_l2norm_in_kernel: bool = False, **others: Any,
+    ) -> Any:  # fmt: skip
+        if _asked(others, more) or query.dtype == torch.float64:
+            return theirs(query, key, value, g, beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **others)
+        return gated_delta_rule(query, key, value, g, beta, normed=use_qk_l2norm_in_kernel), None
+
+    return scan
+
+
 def _more_than_ours(theirs: Callable[..., Any]) -> frozenset[str]:
     """Arguments that our scans do not have: of a state to begin with, or one to return. What transformers' own does not
     name either it leaves out."""
@@ -109,4 +126,10 @@ def _asked(given: dict[str, Any], names: frozenset[str]) -> bool:
 
 
 #: transformers' names of scans, and what is called in their place.
-_OWN = {"mamba_selective_scan": _selective, "mamba2_chunk_scan": _chunked}
+_OWN = {
+    "mamba_selective_scan": _selective,
+    "mamba2_chunk_scan": _chunked,
+    "torch_chunk_gated_delta_rule": _gated_delta,
+}
+#: The packages whose kernels transformers takes for them where these are installed.
+_KERNELS = dict.fromkeys(_OWN, "mamba_ssm") | {"torch_chunk_gated_delta_rule": "fla"}
