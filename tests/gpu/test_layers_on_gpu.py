@@ -22,7 +22,7 @@ from kernels.layers.test_postnorm_ops import (
     check_linear_gelu,
     check_two_readers,
 )
-from kernels.layers.test_selective_scan import check_kernels
+from kernels.layers.test_selective_scan import check_kept, check_kernels
 from kernels.test_part_adamw import check_steps
 from kernels.test_part_sums import check_sums
 
@@ -54,6 +54,11 @@ def test_adamw_of_a_part(size: int, betas: tuple[float, float]) -> None:
 )
 def test_a_selective_scan(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     check_kernels(shape, dtype, "cuda")
+
+
+@pytest.mark.parametrize("step", [1.0, 5.0])
+def test_a_selective_scan_that_keeps_little(step: float) -> None:
+    check_kept(step, "cuda")
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -65,6 +65,21 @@ def check_kernels(shape: tuple[int, int, int, int], dtype: torch.dtype, device: 
         assert torch.equal(own, other)
 
 
+def check_kept(step: float, device: str) -> None:
+    from brimful.kernels.layers.selective_scan_kernels import scan_backward
+
+    numbers_of_state = 16
+    given = numbers((1, 2, 9, numbers_of_state), torch.float32)
+    given["delta"] = step * (0.9 + 0.2 * given["delta"] / given["delta"].max())
+    given["A"] = -torch.arange(1.0, numbers_of_state + 1).expand(2, -1)
+    gradient = torch.randn(1, 2, 9, generator=torch.Generator().manual_seed(1))
+    exact = [x.double() for x in given.values()]
+    expected = scans._backward(gradient.double(), *exact, scans._states(*exact[:4]))[2]
+    found = scan_backward(gradient.to(device), *(x.to(device) for x in given.values()))[2]
+    apart = (found.double().cpu() - expected).norm(dim=0) / expected.norm(dim=0)
+    assert apart.max() < 1e-4  # of an exponent of -80: 80 roundings
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype"), [((2, 5, 7, 3), torch.float32), ((1, 70, 33, 2), torch.float32), ((2, 3, 17, 2), torch.float16)]
 )
@@ -72,6 +87,13 @@ def test_kernels(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     """Positions that fill no tile, and more channels than one has."""
     pytest.importorskip("triton")
     check_kernels(shape, dtype, "cpu")
+
+
+@pytest.mark.parametrize("step", [1.0, 2.0, 5.0])
+def test_kernels_where_little_of_a_state_is_kept(step: float) -> None:
+    """The gradient of each number of A by itself: of the 16 of a state, exp(-step) to exp(-16 step) are kept."""
+    pytest.importorskip("triton")
+    check_kept(step, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

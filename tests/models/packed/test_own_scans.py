@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -94,6 +96,81 @@ def test_the_gradient_of_the_plain_model(kind: str, length: int, how: str, calls
             assert (own.grad - theirs.grad).norm() <= 5e-5 * theirs.grad.norm() + 1e-7
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", ["zamba", "zamba2"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_within_layers_that_are_computed_again(kind: str, reentrant: bool, calls: list[int]) -> None:
+    """By transformers' own switch, which checkpoints the Mamba layer of a hybrid layer, too."""
+    model = model_of(kind)
+    plain, inputs = copy.deepcopy(model), rows(model)
+    PaddedModel(plain, "eager", plain=True)(inputs).logits.square().sum().backward()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    PaddedModel(model, "eager")(inputs).logits.square().sum().backward()
+    assert len(calls) >= 2 * len(mixers(model))
+    for own, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        if own.grad is not None and theirs.grad is not None:
+            assert (own.grad - theirs.grad).norm() <= 5e-5 * theirs.grad.norm() + 1e-7
+
+
+def test_passes_that_overlap(calls: list[int]) -> None:
+    """The first to end leaves the others their scans, and the last leaves none."""
+    model = model_of("jamba")
+    first, second = OwnScans(model).scanning(), OwnScans(model).scanning()
+    inputs = {"input_ids": rows(model).ids_RL, "use_cache": False}
+    first.__enter__()
+    second.__enter__()
+    model(**inputs)
+    first.__exit__(None, None, None)
+    model(**inputs)
+    assert len(calls) == 2
+    second.__exit__(None, None, None)
+    model(**inputs)
+    assert len(calls) == 2
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_that_is_made_within_a_pass(copied: Any, calls: list[int]) -> None:
+    """Has its own forward and weights, and scans in its own passes."""
+    model = model_of("jamba")
+    with OwnScans(model).scanning():
+        copied_model = copied(model)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    inputs = rows(copied_model)
+    expected = copied_model(input_ids=inputs.ids_RL, attention_mask=inputs.mask_RL).logits
+    assert calls == []
+    assert expected.abs().max() > 0
+    torch.testing.assert_close(PaddedModel(copied_model)(inputs).logits, expected, rtol=1e-4, atol=1e-5)
+    assert len(calls) == 1
+    assert all("forward" not in vars(module) for module in copied_model.modules())
+
+
+def test_a_wrapper_around_a_class_is_not_left_out(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    model, seen = model_of("jamba"), list[str]()
+    [mixer] = mixers(model)
+    forward = type(mixer).forward
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append("called")
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(mixer), "forward", wrapper)
+    PaddedModel(model)(rows(model))
+    assert seen == ["called"]
+    assert calls == []
+
+
+def test_rows_that_are_too_long_for_kernels(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    monkeypatch.setattr(own_scans, "has_kernels", lambda _: True)
+    for longest in (23, 24):
+        monkeypatch.setattr(own_scans, "LONGEST", longest)
+        model = model_of("jamba")
+        PaddedModel(model)(rows(model, 24))
+        assert calls == ([24] if longest == 24 else [])
+
+
 def test_modules_end_as_they_were(calls: list[int]) -> None:
     model = model_of("zamba")
     before = [dict(vars(module)) for module in model.modules()]
@@ -139,7 +216,12 @@ def _in_double_precision(model: Any) -> None:
 @pytest.mark.parametrize("kind", ["zamba", "zamba2", "qwen3_5_text"])
 @pytest.mark.parametrize(
     "change",
-    [_as_compiled, _with_a_forward_of_its_own, _with_a_hook_of_accelerate, _in_double_precision],
+    [
+        _as_compiled,
+        _with_a_forward_of_its_own,
+        _with_a_hook_of_accelerate,
+        _in_double_precision,
+    ],
     ids=lambda change: change.__name__.strip("_"),
 )
 def test_what_is_left_to_transformers(change: Any, kind: str, calls: list[int]) -> None:
@@ -149,6 +231,18 @@ def test_what_is_left_to_transformers(change: Any, kind: str, calls: list[int]) 
     found = PaddedModel(model)(rows(model)).logits
     assert calls == []
     assert torch.equal(found, PaddedModel(model, plain=True)(rows(model)).logits)
+
+
+def test_layers_that_torch_compile_wraps(calls: list[int]) -> None:
+    model = model_of("zamba2").eval()
+    layers = model.base_model.layers
+    with torch.no_grad():
+        expected = PaddedModel(model, plain=True)(rows(model)).logits
+        for place, layer in enumerate(layers):
+            layers[place] = torch.compile(layer, backend="eager")
+        found = PaddedModel(model)(rows(model)).logits
+    assert calls == []
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_package_of_kernels_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

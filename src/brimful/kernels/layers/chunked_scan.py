@@ -15,6 +15,8 @@ K chunks, Q positions of one.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +24,12 @@ from torch import Tensor
 
 #: Positions of the longest chunk, and what a chunk is a multiple of.
 _CHUNK, _MULTIPLE = 64, 8
+
+
+def chunks_of(length: int) -> tuple[int, int]:
+    """Number of chunks of a row, as few as may be, and their positions, as few as then may be."""
+    count = -(-length // _CHUNK)
+    return count, -(-length // (count * _MULTIPLE)) * _MULTIPLE
 
 
 def chunked_scan(
@@ -39,20 +47,33 @@ def chunked_scan(
     """(B, L, H, P) in fp32: what the states give out, `D_H * x` added.
 
     dt: steps; with `softplus` that of these and their bias, then held within `limits`. Products are in the dtype that
-    autocast has for them.
+    autocast has for them, as transformers 5.23 has it, but not in fp16, in which states may be too large.
     """
-    dt_BLH = dt_BLH if bias_H is None else dt_BLH + bias_H.to(dt_BLH.dtype)
-    dt_BLH = (F.softplus(dt_BLH) if softplus else dt_BLH).clamp(*limits).float()
+    dt_BLH = (dt_BLH if bias_H is None else dt_BLH + bias_H.to(dt_BLH.dtype)).float()
+    dt_BLH = (F.softplus(dt_BLH) if softplus else dt_BLH).clamp(*limits)
+    with _no_fp16(x_BLHP.device.type):
+        y_BLHP = _scan(x_BLHP.float(), dt_BLH, A_H, B_BLGN, C_BLGN)
+    return y_BLHP.float() if D_H is None else y_BLHP + x_BLHP.float() * D_H[:, None]
+
+
+def _no_fp16(device: str) -> AbstractContextManager[Any]:
+    """Within, autocast to fp16 is left; one to bf16 is not."""
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if is_on and torch.get_autocast_dtype(device) == torch.float16:
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
+
+
+def _scan(x_BLHP: Tensor, dt_BLH: Tensor, A_H: Tensor, B_BLGN: Tensor, C_BLGN: Tensor) -> Tensor:
+    """Outputs of the states, (B, L, H, P)."""
     rows, length, heads, _ = x_BLHP.shape
-    chunks = -(-length // _CHUNK)
-    size = -(-length // (chunks * _MULTIPLE)) * _MULTIPLE
+    chunks, size = chunks_of(length)
 
     def in_chunks(x: Tensor) -> Tensor:
         missing = chunks * size - length
         x = F.pad(x, (0, 0) * (x.ndim - 2) + (0, missing)) if missing else x
         return x.reshape(rows, chunks, size, *x.shape[2:])
 
-    x_BLHP = x_BLHP.float()
     added_BKQHP = in_chunks(x_BLHP * dt_BLH[..., None])
     # Of what is left of a state from before the chunk. Differences of large ones are small.
     powers_BKQH = in_chunks(A_H * dt_BLH).double().cumsum(2)
@@ -61,7 +82,7 @@ def chunked_scan(
     if chunks > 1:
         y_BKQHP = y_BKQHP + _from_before(added_BKQHP, powers_BKQH, B_BKGQN, C_BKGQN)
     y_BLHP: Tensor = y_BKQHP.reshape(rows, chunks * size, heads, -1)[:, :length]
-    return y_BLHP if D_H is None else y_BLHP + x_BLHP * D_H[:, None]
+    return y_BLHP
 
 
 def _within(added_BKQHP: Tensor, powers_BKQH: Tensor, B_BKGQN: Tensor, C_BKGQN: Tensor) -> Tensor:

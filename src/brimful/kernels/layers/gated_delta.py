@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Positions of the longest chunk, and what a chunk is a multiple of.
-_CHUNK, _MULTIPLE = 64, 8
+from brimful.kernels.layers.chunked_scan import chunks_of
+
 #: Of the norm of queries and keys.
 _EPSILON = 1e-6
 
@@ -34,8 +34,7 @@ def gated_delta_rule(
     queries and keys is for as many neighbours of values. Products are in the dtype that autocast has for them.
     """
     length, heads, dtype = v_BLHV.shape[1], v_BLHV.shape[2], q_BLGD.dtype
-    chunks = -(-length // _CHUNK)
-    size = -(-length // (chunks * _MULTIPLE)) * _MULTIPLE
+    chunks, size = chunks_of(length)
 
     def in_chunks(x_BL: Tensor) -> Tensor:
         """(B, H, K, Q, ...) in fp32 of (B, L, H, ...)."""

@@ -28,6 +28,12 @@ def one_after_the_other(first_a, first_b, then_a, then_b):
 
 
 @triton.jit
+def with_what_was_kept(first_a, first_b, first_kept, then_a, then_b, then_kept):
+    """The same, and what the last of the steps kept of its x, without what it added: 0 of a single one, from x = 0."""
+    return first_a * then_a, then_a * first_b + then_b, then_a * first_b + then_kept
+
+
+@triton.jit
 def selective_scan_forward(
     U, DELTA, A, B, C, Y, width, length, num_states, u_b, u_d, delta_b, delta_d, b_b, b_n, b_l, c_b, c_n, c_l,
     CHANNELS: tl.constexpr, LENGTH: tl.constexpr,
@@ -72,12 +78,13 @@ def selective_scan_backward(
         power = tl.load(A + channels * num_states + n, mask=of_width, other=0.0)[:, None]
         b = tl.load(B + row * b_b + n * b_n + places * b_l, mask=here, other=0.0).to(tl.float32)[None, :]
         c = tl.load(C + row * c_b + n * c_n + places * c_l, mask=here, other=0.0).to(tl.float32)[None, :]
-        _, states = tl.associative_scan((tl.exp(delta * power), added * b), 1, one_after_the_other)
+        steps = (tl.exp(delta * power), added * b, tl.zeros([CHANNELS, LENGTH], tl.float32))
+        _, states, kept = tl.associative_scan(steps, 1, with_what_was_kept)
         _, dstates = tl.associative_scan((tl.exp(delta_after * power), dy * c), 1, one_after_the_other, reverse=True)
         tl.store(DC + (sums + n) * length + places, tl.sum(dy * states, 0), mask=here)
         tl.store(DB + (sums + n) * length + places, tl.sum(dstates * added, 0), mask=here)
         dadded += dstates * b
-        dpower = dstates * (states - added * b)  # of the state before it, times what it is multiplied with
+        dpower = dstates * kept  # states - added * b would be all rounding where little is kept
         ddelta += dpower * power
         tl.store(DA + (row * width + channels) * num_states + n, tl.sum(dpower * delta, 1), mask=of_width)
     out = (row * width + channels[:, None]) * length + places[None, :]

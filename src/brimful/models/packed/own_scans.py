@@ -8,13 +8,14 @@ replaced in a copy of its globals. What a scan of ours is not made for transform
 
 from __future__ import annotations
 
-import inspect
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from importlib.util import find_spec
-from types import FunctionType, MethodType
+from inspect import signature
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,41 +26,95 @@ from brimful.kernels.layers.gated_delta import gated_delta_rule
 from brimful.kernels.layers.selective_scan import LONGEST, has_kernels, selective_scan
 
 #: Arguments that choose between ways to compute the same numbers, and those with which transformers' own refuse.
-_WAYS, _REFUSED = frozenset({"chunk_size", "use_mambapy", "use_associative_scan"}), frozenset({"seq_idx", "cu_seqlens"})
+_WAYS = frozenset({"chunk_size", "use_mambapy", "use_associative_scan"})
+_REFUSED = frozenset({"seq_idx", "cu_seqlens"})
+#: Held while forwards are put into modules and taken away.
+_lock = threading.Lock()
 
 
 class OwnScans:
     """The scans of one model, as its modules are when this is made."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._calls = [(each, call) for each in model.modules() if (call := _with_own_scan(each)) is not None]
+        kinds = {kind: _with_own_scan(kind) for kind in {type(each) for each in model.modules()}}
+        found = [(each, kinds[type(each)]) for each in model.modules()]
+        self._calls = [(each, call) for each, call in found if call is not None and not _has_hooks(each)]
 
     @contextmanager
     def scanning(self) -> Iterator[None]:
-        """Within, modules scan so, but for those with a forward of someone's own. Modules end as they were."""
-        calls = [(each, call) for each, call in self._calls if "forward" not in vars(each)]
+        """Within, modules scan so, but for those with a forward of someone's own. They end as they were once the last
+        of several passes is over."""
+        with _lock:
+            ours = [each for each, call in self._calls if _begun(each, call)]
         try:
-            for each, call in calls:
-                vars(each)["forward"] = MethodType(call, each)
             yield
         finally:
-            for each, _ in calls:
-                del vars(each)["forward"]
+            with _lock:
+                for each in ours:
+                    _end(each)
 
 
-def _with_own_scan(module: nn.Module) -> FunctionType | None:
-    """The module's forward with our scan; None where it calls none of transformers' own, or hooks of accelerate move
-    what it reads."""
-    code = inspect.unwrap(type(module).forward)
-    if not isinstance(code, FunctionType):
+class _OwnForward:
+    """Stands for the forward of a module while passes run it."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        self.passes = 0
+        self._module, self._call = module, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._module, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """Copies of the module that are made within a pass have its class's forward, until their own next one."""
+        return _OwnForward, (self._module, type(self._module).forward)
+
+
+def _begun(module: nn.Module, call: FunctionType) -> bool:
+    """Have a pass more run the module's forward as ours; False where it has one of someone's own."""
+    forward = vars(module).get("forward")
+    if forward is not None and not isinstance(forward, _OwnForward):
+        return False
+    if forward is None or not forward.passes:
+        forward = vars(module)["forward"] = _OwnForward(module, call)
+    forward.passes += 1
+    return True
+
+
+def _end(module: nn.Module) -> None:
+    """Take our forward away with the last pass."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, _OwnForward):
+        forward.passes -= 1
+        if not forward.passes:
+            del vars(module)["forward"]
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """True where accelerate moves what the module reads."""
+    return any(hasattr(each, "_hf_hook") for each in module.modules())
+
+
+def _with_own_scan(kind: type[nn.Module]) -> FunctionType | None:
+    """The forward of a class of transformers' with our scan; None where it calls none of transformers' own, or someone
+    put something around it."""
+    code = kind.forward
+    while isinstance(code, FunctionType) and hasattr(code, "__wrapped__") and _is_of_transformers(code):
+        code = code.__wrapped__
+    if not isinstance(code, FunctionType) or hasattr(code, "__wrapped__"):
         return None
-    called = [name for name in _OWN if name in code.__code__.co_names]
-    ours = {name: _OWN[name](code.__globals__[name]) for name in called if find_spec(_KERNELS[name]) is None}
-    if not ours or any(hasattr(each, "_hf_hook") for each in module.modules()):
+    names = [name for name in _OWN if name in code.__code__.co_names and find_spec(_KERNELS[name]) is None]
+    if not names:
         return None
-    call = FunctionType(code.__code__, code.__globals__ | ours, code.__name__, code.__defaults__, code.__closure__)
+    told = code.__globals__ | {name: _OWN[name](code.__globals__[name]) for name in names}
+    # A compiler knows functions by their code, and the globals of the first one it met.
+    call = FunctionType(code.__code__.replace(), told, code.__name__, code.__defaults__, code.__closure__)
     call.__kwdefaults__ = code.__kwdefaults__
     return call
+
+
+def _is_of_transformers(function: FunctionType) -> bool:
+    """True for a function that transformers put around another."""
+    return str(function.__globals__.get("__name__")).startswith("transformers.")
 
 
 def _selective(theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +172,7 @@ def _gated_delta(theirs: Callable[..., Any]) -> Callable[..., Any]:
 def _more_than_ours(theirs: Callable[..., Any]) -> frozenset[str]:
     """Arguments that our scans do not have: of a state to begin with, or one to return. What transformers' own does not
     name either it leaves out."""
-    return (frozenset(inspect.signature(theirs).parameters) | _REFUSED) - _WAYS
+    return (frozenset(signature(theirs).parameters) | _REFUSED) - _WAYS
 
 
 def _asked(given: dict[str, Any], names: frozenset[str]) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AttentionInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from brimful.hardware.capture import is_capturing
 from brimful.kernels.attention.dispatch import Attention, choose_attention, reference_attention
@@ -174,7 +175,9 @@ class PaddedModel(LayoutModel):
         self._takes_types = has_token_types(model.config)
         self._settings = _without_cache(model) | _named_outputs(model.config)
         lists = [*layer_lists(model), layers_of(model) or ()]  # of several classes, as Jamba's: in the last
-        self._layers = list(dict.fromkeys(layer for layers in lists for layer in layers))
+        layers = dict.fromkeys(layer for layers in lists for layer in layers)
+        within = (each for layer in layers for each in layer.modules() if isinstance(each, GradientCheckpointingLayer))
+        self._layers = list(layers | dict.fromkeys(within))  # Zamba's hybrid layers have one that is checkpointed, too
         self._unsettled: tuple[list[Place], Tensor | None] | None = None
         self._scans, self._windows = OwnScans(model), NarrowWindows(model)
         self._reads_last_place = any(getattr(module, "summary_type", None) == "last" for module in model.modules())
@@ -253,7 +256,9 @@ def _padded_on_the_left(inputs: PaddedInputs) -> PaddedInputs:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """True for a module whose call torch compiles: it would trace functions of modes that look on."""
+    """True for a module whose call torch compiles: it would trace what a pass puts in place of a forward."""
+    if hasattr(module, "_orig_mod"):  # what torch.compile makes of a module
+        return True
     call = module._compiled_call_impl
     return call is not None and (not isinstance(call, LayerCall) or call.compiled is not None)
 
