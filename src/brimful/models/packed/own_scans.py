@@ -40,6 +40,11 @@ class OwnScans:
         found = [(each, kinds[type(each)]) for each in model.modules()]
         self._calls = [(each, call) for each, call in found if call is not None and not _has_hooks(each)]
 
+    @property
+    def found(self) -> bool:
+        """True where there are any."""
+        return bool(self._calls)
+
     @contextmanager
     def scanning(self) -> Iterator[None]:
         """Within, modules scan so, but for those with a forward of someone's own. They end as they were once the last
