@@ -11,9 +11,7 @@ from torch import Tensor
 from transformers.models.zamba2.modeling_zamba2 import mamba2_chunk_scan
 
 from brimful.kernels.layers.chunked_scan import chunked_scan
-from tolerances import ATTENTION
-
-CLOSE = ATTENTION[torch.float32]
+from kernels.layers.scan_gradients import CLOSE, check_gradients, difference
 
 
 def numbers(rows: int, length: int, heads: int, of_head: int, groups: int, states: int) -> dict[str, Tensor]:
@@ -29,10 +27,6 @@ def numbers(rows: int, length: int, heads: int, of_head: int, groups: int, state
         "B": drawn(rows, length, groups, states),
         "C": drawn(rows, length, groups, states),
     }
-
-
-def difference(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).detach().norm() / expected.detach().norm())
 
 
 def by_position(given: dict[str, Tensor], *, softplus: bool, limits: tuple[float, float]) -> Tensor:
@@ -68,17 +62,7 @@ def test_as_position_by_position(length: int, groups: int, around: bool) -> None
     assert found.shape == theirs.shape
     assert difference(found, theirs) < CLOSE
     assert difference(found, expected) < CLOSE
-    weight = torch.randn(found.shape)
-    (found * weight).sum().backward()
-    (expected * weight).sum().backward()
-    for name, x in exact.items():
-        own, other = mine[name].grad, x.grad
-        assert own is not None
-        assert other is not None
-        if name == "A" and length == 1:  # no state before it
-            assert own.abs().max() < 1e-6
-            continue
-        assert difference(own, other) < CLOSE, name
+    check_gradients(found, expected, mine, exact, zero="A" if length == 1 else None)
 
 
 def test_half_precision_gives_fp32() -> None:

@@ -8,9 +8,7 @@ from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from brimful.kernels.layers.gated_delta import gated_delta_rule
-from tolerances import ATTENTION
-
-CLOSE = ATTENTION[torch.float32]
+from kernels.layers.scan_gradients import CLOSE, check_gradients, difference
 
 
 def numbers(length: int, keys: int, values: int) -> dict[str, Tensor]:
@@ -44,10 +42,6 @@ def by_position(given: dict[str, Tensor], *, normed: bool) -> Tensor:
     return torch.stack(found, dim=1)
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).detach().norm() / expected.detach().norm())
-
-
 @pytest.mark.parametrize("length", [1, 20, 64, 65, 200])
 @pytest.mark.parametrize(("keys", "normed"), [(4, True), (2, True), (2, False)])
 def test_as_position_by_position(length: int, keys: int, normed: bool) -> None:
@@ -63,17 +57,7 @@ def test_as_position_by_position(length: int, keys: int, normed: bool) -> None:
     assert found.shape == theirs.shape
     assert difference(found, theirs) < CLOSE
     assert difference(found, expected) < CLOSE
-    weight = torch.randn(found.shape)
-    (found * weight).sum().backward()
-    (expected * weight).sum().backward()
-    for name, x in exact.items():
-        own, other = mine[name].grad, x.grad
-        assert own is not None
-        assert other is not None
-        if name == "g" and length == 1:  # no state before it
-            assert own.abs().max() < 1e-6
-            continue
-        assert difference(own, other) < CLOSE, name
+    check_gradients(found, expected, mine, exact, zero="g" if length == 1 else None)
 
 
 def test_half_precision_is_that_of_queries() -> None:

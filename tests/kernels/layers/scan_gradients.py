@@ -1,0 +1,33 @@
+"""Gradients of a scan in fp32 against those of the recurrence in fp64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tolerances import ATTENTION
+
+CLOSE = ATTENTION[torch.float32]
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Relative, norm over norm."""
+    own, other = (x.detach().double().cpu() for x in (found, expected))
+    return float((own - other).norm() / other.norm())
+
+
+def check_gradients(
+    found: Tensor, expected: Tensor, mine: dict[str, Tensor], exact: dict[str, Tensor], *, zero: str | None
+) -> None:
+    """Of the same random sum of both results. zero: what has no gradient, in a row without a state before it."""
+    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
+    (found * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for name, x in exact.items():
+        own, other = mine[name].grad, x.grad
+        assert own is not None
+        assert other is not None
+        if name == zero:
+            assert own.abs().max() < 1e-6
+        else:
+            assert difference(own, other) < CLOSE, name
