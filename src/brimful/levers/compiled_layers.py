@@ -17,16 +17,17 @@ from brimful.models.packed.packed_forward import LayoutModel, PackedModel
 
 
 def compile_padded_layers(execution: LayoutModel, *, note: Callable[[str], None]) -> None:
-    """Compile the layers of a model on padded rows in place, by torch's own compiler.
+    """Compile the layers of a model on padded rows in place, by torch's own compiler: once for all of one kind.
 
     The first shape has a trace of its own; a later one has another, for any size of what differs. Layers whose code
     asks much of shapes (XLNet, Funnel) take five to fifteen times as long to be traced for any; dense rows have one.
     """
     from brimful.models.fusion import inductor_backend  # Triton is missing beside torch for CPUs
 
+    backend = partial(inductor_backend, note=note)  # one object: what was compiled with another is not used again
     for layers in layer_lists(execution.model):
         for layer in layers:
-            layer.compile(dynamic=None, backend=partial(inductor_backend, note=note))
+            layer.compile(dynamic=None, backend=backend)
 
 
 def fuse_padded_layers(model: nn.Module, lists: Iterable[nn.ModuleList]) -> None:
