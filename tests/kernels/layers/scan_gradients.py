@@ -1,4 +1,4 @@
-"""Gradients of a scan in fp32 against those of the recurrence in fp64."""
+"""Gradients of a scan against those of another way to compute it: the recurrence in fp64, or transformers' loop."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def check_gradients(
-    found: Tensor, expected: Tensor, mine: dict[str, Tensor], exact: dict[str, Tensor], *, zero: str | None
-) -> None:
-    """Of the same random sum of both results. zero: what has no gradient, in a row without a state before it."""
+    found: Tensor, expected: Tensor, mine: dict[str, Tensor], exact: dict[str, Tensor], *, zero: str | None = None,
+    close: float = CLOSE,
+) -> None:  # fmt: skip
+    """Of the same random sum of both results, to within `close`. zero: what has no gradient, in a row without a state
+    before it."""
     weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
     (found * weight).sum().backward()
     (expected * weight).sum().backward()
@@ -27,7 +29,8 @@ def check_gradients(
         own, other = mine[name].grad, x.grad
         assert own is not None
         assert other is not None
+        assert own.dtype == mine[name].dtype
         if name == zero:
             assert own.abs().max() < 1e-6
         else:
-            assert difference(own, other) < CLOSE, name
+            assert difference(own, other) < close, name

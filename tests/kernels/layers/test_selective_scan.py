@@ -16,7 +16,7 @@ from transformers.models.jamba.modeling_jamba import mamba_selective_scan
 
 from brimful.kernels.layers import selective_scan as scans
 from brimful.kernels.layers.selective_scan import selective_scan
-from kernels.layers.scan_gradients import CLOSE, difference
+from kernels.layers.scan_gradients import CLOSE, check_gradients, difference
 
 #: Half precision rounds what is given out.
 ROUNDED = {torch.float32: CLOSE, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -108,15 +108,7 @@ def test_as_transformers_loop(around: bool, dtype: torch.dtype) -> None:
     expected = mamba_selective_scan(*(theirs[name] for name in NAMES), **others, delta_softplus=around)
     assert found.dtype == (expected.dtype if around else dtype)
     assert difference(found, expected) < ROUNDED[dtype]
-    weight = torch.randn(found.shape)
-    (found * weight).sum().backward()
-    (expected * weight).sum().backward()
-    for name, x in theirs.items():
-        own, other = mine[name].grad, x.grad
-        assert own is not None
-        assert other is not None
-        assert own.dtype == other.dtype
-        assert difference(own, other) < 4 * ROUNDED[dtype], name
+    check_gradients(found, expected, mine, theirs, close=4 * ROUNDED[dtype])
 
 
 def test_the_gradient_is_that_of_differences() -> None:

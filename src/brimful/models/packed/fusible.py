@@ -68,10 +68,10 @@ def fusible_of_pass(
     inputs = padded_inputs(ids, traced_rows, length, padding_id=padding_id_of(small.config))
 
     def counted(execution: PaddedModel) -> Fusible | None:
-        counted = _Counted(layer_lists(small), num_rows / traced_rows)
-        with counted.layers_seen():
-            trace_pass(small, execution, granted, inputs, decided=True, watch=counted)
-        return counted.of_all([len(layers) for layers in lists])
+        operators = _Counted(layer_lists(small), num_rows / traced_rows)
+        with operators.layers_seen():
+            trace_pass(small, execution, granted, inputs, decided=True, watch=operators)
+        return operators.of_all([len(layers) for layers in lists])
 
     with suppress(Exception), unchanged_random_streams():  # whatever a model's code does not do with such tensors
         execution = PaddedModel(small, attention)
