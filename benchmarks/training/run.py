@@ -56,7 +56,7 @@ def trials(session: Session, work: Work) -> list[dict[str, Any]]:
 def next_trials(session: Session, work: Work) -> list[Settings]:
     """What the sweep of a row tries next. A smoke test tries a few, in one process."""
     tried, base = trials(session, work), base_of(session, work)
-    if session.arguments.no_sweep or (session.arguments.smoke and tried):
+    if session.arguments.no_sweep or session.arguments.settings or (session.arguments.smoke and tried):
         return []
     flash = find_spec("flash_attn") is not None
     wanted = trainer_settings.next_trials(tried, base, flash=flash, batches=work.batches)
@@ -104,6 +104,8 @@ def settings_of(session: Session, work: Work, side: str) -> list[Settings]:
         precision = "fp8" if work.fp8 else "auto" if arguments.smoke else "bf16"
         execution = "auto" if arguments.smoke else arguments.execution
         return [{"batch_size": batch, "precision": precision, "execution": execution} for batch in work.batches]
+    if session.arguments.settings:
+        return [base_of(session, work) | each for each in session.arguments.settings]
     if session.arguments.no_sweep:
         base = base_of(session, work)
         likeliest = trainer_settings.likeliest(base, short=work.texts == "tweets")
@@ -236,6 +238,9 @@ def main() -> None:
     parser = parser_of("Fine-tuning by Hugging Face Trainer and by brimful.", TABLE, timeout_s=300.0)
     parser.add_argument("--execution", default="compiled", help="how brimful launches steps: its own option")
     parser.add_argument("--no-sweep", action="store_true", help="Trainer in the two forms that a sweep begins with")
+    parser.add_argument(
+        "--settings", nargs="+", type=json.loads, help="Trainer with these instead of a sweep, in JSON beside the base"
+    )
     parser.add_argument("--sweep-s", type=float, default=900.0, help="most seconds of a row's trials; default: 900")
     parser.add_argument(
         "--keep", type=int, default=trainer_settings.KEPT, help="settings of a sweep measured at length"
@@ -273,7 +278,7 @@ def run(session: Session, works: list[Work]) -> list[str]:
     session.add(kind="limits", work=names[0], limits=found[0] if found else None, **result)
     if not result["ok"]:
         sys.exit(f"the limits of this machine could not be measured: {result['error']}")
-    if find_spec("flash_attn") is None and not session.arguments.no_sweep:
+    if find_spec("flash_attn") is None and not (session.arguments.no_sweep or session.arguments.settings):
         say("FlashAttention-2 is not installed, and not tried")
     if session.arguments.at_once > 1:
         if session.arguments.no_sweep:
