@@ -107,12 +107,12 @@ def test_models_are_as_before(make: Any) -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_scans_are_counted_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours, captured and compiled, which have fewer operators than transformers'."""
+def test_operators_are_those_that_a_compiler_meets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds are of steps as they run without it, with our scans; it compiles transformers', of more operators."""
     found = of(qwen())
     monkeypatch.setattr(own_scans, "find_spec", lambda _: object())  # as though packages had them: none is ours
     theirs = of(qwen())
-    assert found.operators < theirs.operators
+    assert found.operators == theirs.operators
     assert found.seconds < theirs.seconds
 
 

@@ -112,12 +112,10 @@ def test_layers_within_layers_that_are_computed_again(kind: str, reentrant: bool
             assert (own.grad - theirs.grad).norm() <= 5e-5 * theirs.grad.norm() + 1e-7
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_passes_that_overlap(compiled: bool, calls: list[int]) -> None:
+def test_passes_that_overlap(calls: list[int]) -> None:
     """The first to end leaves the others their scans, and the last leaves none."""
-    model = model_of("qwen3_5_text" if compiled else "jamba")
-    scans = OwnScans(model)
-    first, second = (scans.compiled(), scans.compiled()) if compiled else (scans.scanning(), OwnScans(model).scanning())
+    model = model_of("jamba")
+    first, second = OwnScans(model).scanning(), OwnScans(model).scanning()
     inputs = {"input_ids": rows(model).ids_RL, "use_cache": False}
     first.__enter__()
     second.__enter__()
@@ -216,36 +214,23 @@ def _in_double_precision(model: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["zamba", "zamba2", "qwen3_5_text"])
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     "change",
     [
+        _as_compiled,
         _with_a_forward_of_its_own,
         _with_a_hook_of_accelerate,
         _in_double_precision,
     ],
     ids=lambda change: change.__name__.strip("_"),
 )
-def test_what_is_left_to_transformers(change: Any, compiled: bool, kind: str, calls: list[int]) -> None:
-    """A forward that someone put there stays; fp64 is transformers' mixture."""
+def test_what_is_left_to_transformers(change: Any, kind: str, calls: list[int]) -> None:
+    """A compiler has a scan of its own; what someone put in a forward's place stays; fp64 is transformers' mixture."""
     model = model_of(kind)
     change(model)
-    if compiled:
-        _as_compiled(model)
     found = PaddedModel(model)(rows(model)).logits
     assert calls == []
     assert torch.equal(found, PaddedModel(model, plain=True)(rows(model)).logits)
-
-
-def test_scans_in_compiled_layers(calls: list[int]) -> None:
-    """Mamba's are the compiler's, the gated delta rule is ours."""
-    for kind, ours in (("zamba", False), ("zamba2", False), ("qwen3_5_text", True)):
-        model = model_of(kind)
-        _as_compiled(model)
-        found = PaddedModel(model)(rows(model)).logits
-        assert calls == [24] * len(mixers(model)) * ours
-        torch.testing.assert_close(found, PaddedModel(model, plain=True)(rows(model)).logits, rtol=1e-4, atol=1e-5)
-        assert all("forward" not in vars(module) for module in model.modules())
 
 
 def test_layers_that_torch_compile_wraps(calls: list[int]) -> None:

@@ -73,8 +73,7 @@ def _chunk_by_chunk(
         [v.shape[-1], k.shape[-1]], dim=-1
     )
     each = (x.unbind(2) for x in (v, reads, scores, q * since_begin, (k * until_end).mT, since_begin[..., -1:, :]))
-    state: Tensor | None = None
-    outputs: list[Tensor] = []  # a compiler does not follow `list[Tensor]()`
+    state, outputs = None, list[Tensor]()
     for new, read, score, query, key, left in zip(*each, strict=True):
         if state is None:
             outputs.append(score @ new)

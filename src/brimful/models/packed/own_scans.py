@@ -3,8 +3,7 @@ rule (Qwen3.5, Qwen3-Next).
 
 Where a package with kernels is missing, transformers scans Mamba's states position by position, and the others in
 chunks of 256 and 64 positions. A module's forward is transformers' own code here, with the scan that it calls by name
-replaced in a copy of its globals. What a scan of ours is not made for transformers' own computes. Where torch compiles
-layers, the gated delta rule alone is ours: compiled, transformers' takes longer to begin with and keeps more memory.
+replaced in a copy of its globals. What a scan of ours is not made for transformers' own computes.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from contextlib import contextmanager
 from functools import wraps
 from importlib.util import find_spec
 from inspect import signature
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -40,7 +39,6 @@ class OwnScans:
         kinds = {kind: _with_own_scan(kind) for kind in {type(each) for each in model.modules()}}
         found = [(each, kinds[type(each)]) for each in model.modules()]
         self._calls = [(each, call) for each, call in found if call is not None and not _has_hooks(each)]
-        self._passes, self._bound = 0, list[nn.Module]()
 
     @property
     def found(self) -> bool:
@@ -59,26 +57,6 @@ class OwnScans:
             with _lock:
                 for each in ours:
                     _end(each)
-
-    @contextmanager
-    def compiled(self) -> Iterator[None]:
-        """Within, modules scan so whose scan torch's compiler follows, but for those with a forward of someone's own.
-
-        Each forward is a method: a compiler uses for all modules of a class what it made for one, where it would
-        compile each object that stands for a forward by itself.
-        """
-        with _lock:
-            if not self._passes:
-                self._bound = [each for each, call in self._calls if _is_followed(call) and _bind(each, call)]
-            self._passes += 1
-        try:
-            yield
-        finally:
-            with _lock:
-                self._passes -= 1
-                if not self._passes:
-                    for each in self._bound:
-                        del vars(each)["forward"]
 
 
 class _OwnForward:
@@ -116,19 +94,6 @@ def _end(module: nn.Module) -> None:
             del vars(module)["forward"]
 
 
-def _is_followed(call: FunctionType) -> bool:
-    """True for a forward whose scan is of torch's operators alone."""
-    return _FOLLOWED in call.__code__.co_names
-
-
-def _bind(module: nn.Module, call: FunctionType) -> bool:
-    """Have the module's forward be this function as a method; False where it has one already."""
-    if "forward" in vars(module):
-        return False
-    vars(module)["forward"] = MethodType(call, module)
-    return True
-
-
 def _has_hooks(module: nn.Module) -> bool:
     """True where accelerate moves what the module reads."""
     return any(hasattr(each, "_hf_hook") for each in module.modules())
@@ -146,7 +111,6 @@ def _with_own_scan(kind: type[nn.Module]) -> FunctionType | None:
     if not names:
         return None
     told = code.__globals__ | {name: _OWN[name](code.__globals__[name]) for name in names}
-    del told["__name__"]  # a compiler would look for them in the module of that name
     # A compiler knows functions by their code, and the globals of the first one it met.
     call = FunctionType(code.__code__.replace(), told, code.__name__, code.__defaults__, code.__closure__)
     call.__kwdefaults__ = code.__kwdefaults__
@@ -227,7 +191,5 @@ _OWN = {
     "mamba2_chunk_scan": _chunked,
     "torch_chunk_gated_delta_rule": _gated_delta,
 }
-#: That of them which is ours in compiled layers, too.
-_FOLLOWED = "torch_chunk_gated_delta_rule"
 #: The packages whose kernels transformers takes for them where these are installed.
 _KERNELS = dict.fromkeys(_OWN, "mamba_ssm") | {"torch_chunk_gated_delta_rule": "fla"}

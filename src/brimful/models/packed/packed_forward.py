@@ -158,13 +158,16 @@ class PaddedModel(LayoutModel):
     decisions: of its code on the host, where passes are to be captured and these depend on numbers of the device, or
     numbers of the host are copied there, or buffers are replaced. Then logits of a captured pass are NaN where a
     decision would be another one, and what replaces buffers is not written. plain: whether the model's code runs as it
-    is, for others to be compared with: its windows and its scans.
+    is, for others to be compared with: its windows and its scans. own_scans: whether its scans are ours where they can
+    be.
     """
 
     packed = False
     decisions: HostDecisions | None = None
 
-    def __init__(self, model: Any, attention: str = "sdpa", *, plain: bool = False) -> None:
+    def __init__(
+        self, model: Any, attention: str = "sdpa", *, plain: bool = False, own_scans: bool = True
+    ) -> None:  # fmt: skip
         self.model, self.attention, self.plain = model, attention, plain
         try:
             model.set_attn_implementation(attention)
@@ -180,7 +183,7 @@ class PaddedModel(LayoutModel):
         self._layers = list(layers | dict.fromkeys(within))  # Zamba's hybrid layers have one that is checkpointed, too
         self._unsettled: tuple[list[Place], Tensor | None] | None = None
         self._windows, scans = NarrowWindows(model), OwnScans(model)
-        self.scans = scans if scans.found else None
+        self.scans = scans if own_scans and scans.found else None
         self._reads_last_place = any(getattr(module, "summary_type", None) == "last" for module in model.modules())
 
     def __call__(self, inputs: Inputs, context: ForwardContext | None = None) -> ForwardOutputs:
@@ -206,9 +209,9 @@ class PaddedModel(LayoutModel):
 
     @contextmanager
     def _told(self, length: int, *, compiled: bool) -> Iterator[None]:
-        """Within, windows are those of rows of this length, and scans our own; in compiled layers where it can be."""
-        own = nullcontext() if self.scans is None else self.scans.compiled() if compiled else self.scans.scanning()
-        with self._windows.for_rows(length), own:
+        """Within, windows are those of rows of this length, and scans our own; torch's compiler has one for itself."""
+        scanning = nullcontext() if compiled or self.scans is None else self.scans.scanning()
+        with self._windows.for_rows(length), scanning:
             yield
 
     def _logits(self, given: dict[str, Any]) -> Tensor:
