@@ -217,7 +217,8 @@ def test_weights_in_parts_are_not_compiled_and_nothing_is_traced(monkeypatch: py
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("operators", "compile_s", "value"), [(200, 40, "compiled"), (300, 100, "compiled"), (400, 200, "captured")]
+    ("operators", "compile_s", "value"),
+    [(200, 40, "compiled"), (300, 70, "compiled"), (400, 120, "compiled"), (500, 170, "captured")],
 )
 def test_layers_of_many_operators_take_longer_to_compile(
     operators: int, compile_s: int, value: str, monkeypatch: pytest.MonkeyPatch
