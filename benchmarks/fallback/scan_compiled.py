@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
 import turns
+from provenance import commit_here, host_here
 from torch._higher_order_ops.associative_scan import associative_scan
 
 
@@ -77,7 +78,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--state", type=int, default=16)
     arguments = parser.parse_args()
-    print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__} | vars(arguments)), flush=True)
+    facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "commit": commit_here()}
+    print(json.dumps(facts | {"host": host_here()} | vars(arguments)), flush=True)
     for length in arguments.lengths:
         print(json.dumps(measure(length, arguments)), flush=True)
 

@@ -239,7 +239,11 @@ def main() -> None:
     parser.add_argument("--execution", default="compiled", help="how brimful launches steps: its own option")
     parser.add_argument("--no-sweep", action="store_true", help="Trainer in the two forms that a sweep begins with")
     parser.add_argument(
-        "--settings", nargs="+", type=json.loads, help="Trainer with these instead of a sweep, in JSON beside the base"
+        "--settings",
+        nargs="+",
+        type=trainer_settings.given,
+        metavar="JSON",
+        help=f"Trainer with these instead of a sweep, beside its base: {', '.join(trainer_settings.BASE)}",
     )
     parser.add_argument("--sweep-s", type=float, default=900.0, help="most seconds of a row's trials; default: 900")
     parser.add_argument(

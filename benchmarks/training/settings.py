@@ -10,7 +10,9 @@ Knows no torch: what was tried comes in as records, what to try next goes out.
 
 from __future__ import annotations
 
+import json
 import statistics
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +46,7 @@ FORMS: tuple[Settings, ...] = (
     {"padding": "multiple of 8"},
     {"compile": "max-autotune", "padding": "buckets"},
 )
-#: Where it is installed. ModernBERT then leaves padding out by itself.
+#: Where its package is installed. ModernBERT of transformers 5.17 leaves out no padding of its own any more.
 FLASH: tuple[Settings, ...] = (
     {"attention": "flash_attention_2"},
     {"attention": "flash_attention_2", "sampling": "group_by_length"},
@@ -82,6 +84,17 @@ def fastest(tried: Sequence[Record], number: int = KEPT) -> list[Settings]:
     """Return the fastest settings of those tried, fewer if fewer worked."""
     worked = [record for record in tried if samples_per_s(record)]
     return [record["settings"] for record in sorted(worked, key=samples_per_s, reverse=True)[:number]]
+
+
+def given(text: str) -> Settings:
+    """Read settings in JSON, some of those in BASE. Raises: ArgumentTypeError."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ArgumentTypeError(f"{text} is no JSON: {error}") from error
+    if not isinstance(found, dict) or not found.keys() <= BASE.keys():
+        raise ArgumentTypeError(f"{text} is no JSON object of {', '.join(BASE)}")
+    return found
 
 
 def likeliest(base: Settings, *, short: bool) -> list[Settings]:
