@@ -80,6 +80,21 @@ def test_texts_that_hold_the_padding_token(name: str) -> None:
     assert difference(found, expected.logits) < MODEL_FP32
 
 
+def test_texts_without_token_types() -> None:
+    """As of a tokenizer that knows none: all are the first, also where our code stands for the model's."""
+    models = {name: family.model(initializer_range=0.3).eval() for name, family in FAMILIES.items()}
+    models = {name: model for name, model in models.items() if packed_forward.has_token_types(model.config)}
+    assert {"bert", "mobilebert", "squeezebert"} <= models.keys()
+    for name, model in models.items():
+        ids, padding_id = FAMILIES[name].ended(sequences([12, 9, 5])), model.config.pad_token_id or 0
+        shape = PackedShape(num_tokens=32, num_slots=4, max_length=LONGEST)
+        with torch.no_grad():
+            expected = model(**padded(ids, None, padding_id)).logits
+            row = packed_inputs(ids, shape, padding_id=padding_id, groups=True)
+            found = PackedModel(model, FAMILIES[name].form)(row).logits[: len(ids)]
+        assert difference(found, expected) < MODEL_FP32, name
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "llama", "qwen3"])
 def test_no_mask_is_made_of_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers looks at positions on the host to make one, which waits for all that the device has to do."""

@@ -102,7 +102,7 @@ class XLMAttention(Listener):
 class MobileBertEmbeddings(Listener):
     """Embeddings of a token and its neighbours: none where a sequence begins or ends."""
 
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None, position_ids: Tensor, **kwargs: Any) -> Any:
         if self.told is None or not self.trigram_input:
             return super().forward(
                 input_ids=input_ids, token_type_ids=token_type_ids, position_ids=position_ids, **kwargs
@@ -113,7 +113,8 @@ class MobileBertEmbeddings(Listener):
         after = F.pad(words[:, 1:].masked_fill(apart_1T1, 0.0), [0, 0, 0, 1])
         before = F.pad(words[:, :-1].masked_fill(apart_1T1, 0.0), [0, 0, 1, 0])
         embedded = self.embedding_transformation(torch.cat([after, words, before], dim=2))
-        summed = embedded + self.position_embeddings(position_ids) + self.token_type_embeddings(token_type_ids)
+        types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+        summed = embedded + self.position_embeddings(position_ids) + self.token_type_embeddings(types)
         return self.dropout(self.LayerNorm(summed))
 
 
