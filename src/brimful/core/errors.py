@@ -135,6 +135,10 @@ class ModelError(InputError):
     """Weights, configuration or tokenizer of a model."""
 
 
+class RowsRefusedError(ModelError):
+    """Rows that the model's own code cannot take: shorter or longer ones it may."""
+
+
 class HalfPrecisionError(ModelError):
     """The model's own code does something that has no half precision on this device."""
 

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from brimful.core.errors import RowsRefusedError
 from brimful.core.records import OutOfMemory, Work
 from brimful.data.batches.batch import Layout, PaddedLayout
 from brimful.data.tokens.encoder import Tokens
 from brimful.hardware.read_back import ReadBack
-from brimful.kernels.layout import Inputs, map_tensors
+from brimful.kernels.layout import Inputs, PaddedInputs, map_tensors
 from brimful.models.end_tokens import count_ends, end_token_of
 from brimful.models.packed.packed_forward import LayoutModel, PaddedModel
 from brimful.step.precision import Precision
@@ -65,19 +66,23 @@ class Forward:
 
     compiled: False to run layers as they were before they were compiled. where: what the pass is part of. hear: called
     with each time that memory ran out, once the window is under way. after_pass: called after each micro-batch; it may
-    raise, to leave a window undone. remedy: says what to do where one text does not fit. is_shared: whether other
-    processes take part in each pass: then none is computed again by one alone.
+    raise, to leave a window undone. remedy: says what to do where one text does not fit. refused: called with the
+    first rows that the model's own code cannot take: their logits, and those of later ones, are NaN. Where none were
+    answered before them, or without it, they are an error. is_shared: whether other processes take part in each pass:
+    then none is computed again by one alone.
     """
 
     compiled, is_shared = True, False
     where: Work = "classification"
     after_pass: Callable[[], None] | None = None
     remedy: HintOf | None = None
+    refused: Callable[[RowsRefusedError], None] | None = None
 
     def __init__(self, execution: LayoutModel, precision: Precision) -> None:
         self.execution, self.precision = execution, precision
         self.num_outputs = int(execution.model.config.num_labels)
         self._end_id = end_token_of(execution.model) if isinstance(execution, PaddedModel) else None
+        self._has_answered = self._has_refused = False
         self.hear: Callable[[OutOfMemory], None] = lambda found: None
 
     def windows(self, lengths_N: np.ndarray) -> Iterator[np.ndarray]:
@@ -142,8 +147,18 @@ class Forward:
     def _logits_SC(self, inputs: Inputs) -> Tensor:
         """One pass. Casts of weights are its own: a graph must not read those of another pass."""
         context = replace(self.precision.context(), compiled=self.compiled)
-        with self.precision.autocast():
-            return self.execution(inputs, context).logits.float()
+        try:
+            with self.precision.autocast():
+                logits_SC: Tensor = self.execution(inputs, context).logits.float()
+        except RowsRefusedError as error:
+            if self.refused is None or not self._has_answered or not isinstance(inputs, PaddedInputs):
+                raise
+            if not self._has_refused:
+                self.refused(error)
+            self._has_refused = True
+            return torch.full((len(inputs.ids_RL), self.num_outputs), torch.nan, device=self.precision.device)
+        self._has_answered = True
+        return logits_SC
 
 
 class _WindowBudget:

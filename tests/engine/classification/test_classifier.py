@@ -377,6 +377,20 @@ def test_a_text_without_any_token_has_no_answer(tmp_path: Path) -> None:
     same_objects([found[1], found[3]], pipeline(tmp_path)(["a", "the film"], top_k=None))
 
 
+@pytest.mark.parametrize("kind", ["canine", "funnel"])
+def test_texts_that_a_model_cannot_take_leave_the_others_their_answers(kind: str, tmp_path: Path) -> None:
+    """Too short for its code where no longer one is beside them; where all are, that is the error."""
+    heard, long = Heard(), "good the film was bad " * 3
+    with fp32(save_head(tmp_path, kind), callbacks=heard, token_budget=32) as classifier:
+        with pytest.raises(ModelError, match="cannot run 1 rows of 3 tokens"):
+            classifier("good")
+        found = classifier([long, "good", long, "bad", long])
+        assert [answer["label"] is None for answer in found] == [False, True, False, True, False]
+        same_objects([found[0]], pipeline(tmp_path)(long))
+        classifier([long, "good"])
+    assert sum("cannot run 2 rows of 3 tokens" in warning for warning in heard.warnings) == 1
+
+
 def test_scores_that_are_not_finite_are_counted_aloud(tmp_path: Path) -> None:
     """Once a call. A text that is none, or that has no candidates, has no answer either, and was not asked about."""
     file, heard = save_classifier(tmp_path, NLI) / "model.safetensors", Heard()

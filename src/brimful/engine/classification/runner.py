@@ -165,6 +165,7 @@ def make_runner(
     forward = _forward(assembly)
     forward.remedy = lambda: _more_room(options, precision, "lower --max-length, or ")
     forward.hear = hear or OutOfMemoryLog(warn=callbacks.warning)
+    forward.refused = lambda error: callbacks.warning(f"{error}; rows like these have no answer")
     say_what_compiles(assembly, callbacks)
     return Runner(
         model=assembly.model,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from brimful.core.errors import HalfPrecisionError, ModelError, printable
+from brimful.core.errors import HalfPrecisionError, RowsRefusedError, printable
 from brimful.kernels.layout import PaddedInputs
 
 #: How torch says that an operation has no half precision, none for such sizes, or none beside fp32, as a model's own
@@ -22,9 +22,9 @@ _NO_HALF = (
 
 @contextmanager
 def refusals(model_type: str, inputs: PaddedInputs) -> Iterator[None]:
-    """Within, errors of a model's own code on inputs that it cannot take are a ModelError.
+    """Within, errors of a model's own code on inputs that it cannot take are a RowsRefusedError.
 
-    Where a device, its memory, a graph or a compiler fails, something else is done about it. Raises: ModelError,
+    Where a device, its memory, a graph or a compiler fails, something else is done about it. Raises: RowsRefusedError;
     HalfPrecisionError also where the compiler says so.
     """
     try:
@@ -51,7 +51,7 @@ def _refuse(model_type: str, inputs: PaddedInputs, error: Exception) -> NoReturn
     if type(error).__module__ != "builtins" or (isinstance(error, RuntimeError) and device_or_graph):
         raise error
     rows, length = inputs.ids_RL.shape
-    raise ModelError(
+    raise RowsRefusedError(
         f"{model_type} of transformers cannot run {rows} rows of {length} tokens: "
         f"{printable(str(error).strip().partition(chr(10))[0], 200)}",
         hint="leave out texts of a few tokens, change --max-length, or use another model",
