@@ -52,7 +52,7 @@ def make_ready(
 
     processes: as of `begun_processes`.
     """
-    callbacks.stage("loading the model, and checking that it runs packed")
+    callbacks.stage("loading the model, and checking whether it runs packed")
     log, begun = (
         OutOfMemoryLog(warn=callbacks.warning),
         begun_processes(options.gpus, given.precision.device, stack, processes),
