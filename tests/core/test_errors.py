@@ -56,7 +56,7 @@ def test_interrupted_exits_as_a_shell_expects(signal_number: int, exit_code: int
 def test_every_error_is_in_the_drawn_tree() -> None:
     kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, BrimfulError)}
     assert all(name in str(errors.__doc__) for name in kinds)
-    assert len(kinds) == 15
+    assert len(kinds) == 16
     assert Interrupted.__name__ in str(errors.__doc__)
 
 

@@ -6,6 +6,7 @@
     │   │   └── ArgumentError     2    one of an estimator or a pipeline: also a ValueError
     │   ├── DataError             2    rows, columns, labels, files of text
     │   ├── ModelError            2    weights, configuration, tokenizer
+    │   │   ├── RowsRefusedError  2    rows that the model's own code cannot take
     │   │   └── HalfPrecisionError 2   the model's own code has no half precision
     │   ├── OutputError           2    the output folder, or the disk under it
     │   └── DeviceError           2    a device that is not there or cannot do it
